@@ -24,7 +24,7 @@ from .method.batches import (
     token_budget_for,
 )
 from .method.prefix import padded_length
-from .method.scoring import Row, ShiftReader, score_parts, score_rows
+from .method.scoring import Row, ShiftReader, score_rows
 from .method.template import PromptTokenizer, TokenisedDocument, TokenisedQuery
 from .passages.explanation import Explanation
 from .prefixes.cache import CachedPrefixes, PrefixTiers
@@ -221,8 +221,8 @@ class RSRank(Pretrained, Reranker):
         try:
             for batch in batches:
                 with batches.attempt():
-                    scores = score_rows(self.reader, self.projection, batch)
-                    for row, score in zip(batch, scores, strict=True):
+                    scores, _, _ = score_rows(self.reader, self.projection, batch)
+                    for row, score in zip(batch, scores.tolist(), strict=True):
                         for place in call.places[row]:
                             call.scores[place] = finite(score, place)
                     call.bar.update(len(batch))
@@ -244,10 +244,10 @@ class RSRank(Pretrained, Reranker):
             row = Row(prompt.ids, tokens, self.cache.key(prompt.ids))
             try:
                 with self.backbone.inference():
-                    parts = score_parts(self.reader, self.projection, row)
-                score = parts[0]
-                terms = to_numpy(parts[1])
-                similarity = to_numpy(parts[2])
+                    parts = score_rows(self.reader, self.projection, [row])
+                score = float(parts[0][0])
+                terms = to_numpy(parts[1][0]).transpose(2, 0, 1)
+                similarity = to_numpy(parts[2][0])
             except (MemoryError, RuntimeError) as error:
                 if not is_out_of_memory(error):
                     raise

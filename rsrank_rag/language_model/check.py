@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import BackboneError
 from ..method.backbone import ADVICE, Backbone
-from ..method.batches import is_out_of_memory
+from ..method.batches import Ids, is_out_of_memory
 from ..method.probe import Recorder
 from .attention import NAME
 from .fusion import split_at
@@ -27,16 +27,7 @@ DOCUMENT_TOKENS = 6
 # Entries of value vectors that identify a checkpoint.
 SAMPLE = 64
 
-# What a model may raise that cannot run with the caches of `method.probe`.
-RUN_ERRORS = (
-    ValueError,
-    TypeError,
-    LookupError,
-    AttributeError,
-    RuntimeError,
-    ImportError,
-    AssertionError,
-)
+MEMORY_ADVICE = "It needs more memory: load it in 8-bit or 4-bit, or on another device."
 
 
 def open_backbone(
@@ -73,15 +64,13 @@ def open_backbone(
         core = _tested(core)
         if fusion_layer:
             core = _with_fusion(core, fusion_layer, documents_stay)
-    except RUN_ERRORS as error:
-        if is_out_of_memory(error):
-            raise BackboneError(
-                f"{core.name} does not fit into the memory of {core.device} together with "
-                f"{TOKENS} tokens. Load it in 8-bit or 4-bit, or on another device."
-            ) from error
+    except BackboneError:
+        raise
+    except Exception as error:
+        advice = MEMORY_ADVICE if is_out_of_memory(error) else ADVICE
         raise BackboneError(
-            f"{core.name} failed on a trial run with a KV cache "
-            f"({type(error).__name__}: {error}). {ADVICE}"
+            f"{core.name} failed on a trial run of {TOKENS} tokens with a KV cache "
+            f"({type(error).__name__}: {error}). {advice}"
         ) from error
     return core
 
@@ -108,7 +97,7 @@ def _tested(core: Backbone) -> Backbone:
     values = _checked_values(core, ids)
     causal = _is_causal(core, ids, values[-1])
     if causal:
-        _check_rotary(core, ids)
+        _check_rotary(core, ids, values[0])
     last = values[-1][0, :, -1].flatten().float()
     places = torch.linspace(0, len(last) - 1, SAMPLE, dtype=torch.float32, device=last.device)
     tested = replace(
@@ -135,39 +124,37 @@ def _with_fusion(core: Backbone, layer: int, stay: bool) -> Backbone:
             f"fusion_layer={layer} was asked for, and no layer above it is read. "
             "Choose a lower one."
         )
-    ids = tuple(_trial_ids(core))
+    ids = _trial_ids(core)
     model = split_at(core.model, layer)
     fused = replace(core, model=model, fusion_layer=layer, documents_stay=stay)
     read: dict[int, Tensor] = {}
     fused.query_values([ids], fused.prefill([ids[:DOCUMENT_TOKENS]], TOKENS), read.__setitem__)
     # In the fusion layer, the values of queries do not depend on the document yet.
-    expected = _values(core, ids)[layer]
-    same = min(read) == layer and _distance(read[layer][:, :, :TOKENS], expected) <= _rounding(core)
-    if not same:
+    expected = _run(core, ids)[layer]
+    if min(read) != layer or not _distance(read[layer], expected) <= _rounding(core):
         _refuse(core, f"cannot be run from layer {layer} on, as fusion_layer={layer} asks.")
     return fused
 
 
-def _trial_ids(core: Backbone) -> list[int]:
+def _trial_ids(core: Backbone) -> Ids:
     vocabulary = core.model.get_input_embeddings().weight.shape[0]
-    return [int(i) for i in torch.linspace(1, vocabulary - 1, TOKENS, dtype=torch.float32)]
+    return tuple(torch.linspace(1, vocabulary - 1, TOKENS, dtype=torch.float32).int().tolist())
 
 
-def _is_causal(core: Backbone, ids: list[int], values: Tensor) -> bool:
+def _is_causal(core: Backbone, ids: Ids, values: Tensor) -> bool:
     """Whether other tokens at the end leave the values of earlier tokens as they are."""
-    other_ids = [*ids[:DOCUMENT_TOKENS], *ids[: TOKENS - DOCUMENT_TOKENS]]
-    other = _values(core, other_ids)[-1]
+    document = slice(DOCUMENT_TOKENS)
+    other = _run(core, ids[document] + ids[: TOKENS - DOCUMENT_TOKENS])[-1]
     # Equal shapes are rounded alike, except where experts get other numbers of tokens.
     has_experts = any("expert" in name for name in core.config.to_dict())
     tolerance = 1e-2 if has_experts else 1e-5
-    document = slice(DOCUMENT_TOKENS)
     return _distance(other[:, :, document], values[:, :, document]) <= tolerance
 
 
-def _check_rotary(core: Backbone, ids: list[int]) -> None:
+def _check_rotary(core: Backbone, ids: Ids, values: Tensor) -> None:
     """Refuse positions that are added to the embeddings."""
-    moved = _values(core, ids, first=3)[0]
-    if _distance(moved, _values(core, ids)[0]) > _rounding(core):
+    moved = _run(core, ids, range(3, 3 + TOKENS))[0]
+    if _distance(moved, values) > _rounding(core):
         _refuse(
             core,
             "adds positions to its embeddings, so a document would move the query's value vectors "
@@ -175,21 +162,28 @@ def _check_rotary(core: Backbone, ids: list[int]) -> None:
         )
 
 
-def _check_two_phases(core: Backbone, ids: list[int], expected: list[Tensor]) -> None:
+def _check_two_phases(core: Backbone, ids: Ids, expected: list[Tensor]) -> None:
     """Compare the query's values in two phases with those of a single run."""
-    document = tuple(ids[:DOCUMENT_TOKENS])
-    longer = (*ids[::-1], *ids)
-    query = tuple(ids[DOCUMENT_TOKENS:])
+    longer = ids[::-1] + ids
+    query = ids[DOCUMENT_TOKENS:]
     read: dict[int, Tensor] = {}
-    core.query_values([query], core.prefill([document, longer], len(query)), read.__setitem__)
+    prefixes = core.prefill([ids[:DOCUMENT_TOKENS], longer], len(query))
+    core.query_values([query], prefixes, read.__setitem__)
     for layer, values in enumerate(expected):
-        in_two = read[layer][:1, :, : len(query)]
-        if _distance(in_two, values[:, :, DOCUMENT_TOKENS:]) > _rounding(core):
+        if _distance(read[layer][:1], values[:, :, DOCUMENT_TOKENS:]) > _rounding(core):
             _refuse(
                 core,
                 f"gives other value vectors in layer {layer} when the document is run before the "
                 "query than when both are run at once, so it cannot be used in two phases.",
             )
+
+
+def _block_masked_values(core: Backbone, ids: Ids) -> list[Tensor]:
+    """The expected values of an encoder: a run in which document tokens do not see the query's."""
+    positions = [*range(DOCUMENT_TOKENS), *range(TOKENS - DOCUMENT_TOKENS)]
+    allowed = torch.ones(1, TOKENS, TOKENS, dtype=torch.bool, device=core.device)
+    allowed[:, :DOCUMENT_TOKENS, DOCUMENT_TOKENS:] = False
+    return _run(core, ids, positions, core.mask(allowed))
 
 
 def _check_attention_kinds(core: Backbone) -> None:
@@ -202,9 +196,9 @@ def _check_attention_kinds(core: Backbone) -> None:
         _refuse(core, f"has attention layers of the kind {', '.join(sorted(kinds))}.")
 
 
-def _checked_values(core: Backbone, ids: list[int]) -> list[Tensor]:
+def _checked_values(core: Backbone, ids: Ids) -> list[Tensor]:
     """Value vectors of every layer, (1, H, T, D), after checks 1 and 2."""
-    recorder = Recorder(core.last_layer, [len(ids)])
+    recorder = Recorder(core.last_layer, [TOKENS])
     # Outputs of linear maps, by the layer whose cache update comes next.
     outputs: dict[int, list[Tensor]] = {}
 
@@ -217,7 +211,7 @@ def _checked_values(core: Backbone, ids: list[int]) -> list[Tensor]:
         if getattr(getattr(module, "weight", None), "ndim", 0) == 2:
             hooks.append(module.register_forward_hook(record))
     try:
-        values = _values(core, ids, recorder=recorder)
+        values = _run(core, ids, recorder=recorder)
     finally:
         for hook in hooks:
             hook.remove()
@@ -238,39 +232,24 @@ def _checked_values(core: Backbone, ids: list[int]) -> list[Tensor]:
     return values
 
 
-def _values(
-    core: Backbone, ids: Sequence[int], *, first: int = 0, recorder: Recorder | None = None
-) -> list[Tensor]:
-    """Every layer's values of one run under the model's own mask, from position ``first`` on."""
-    positions = torch.arange(first, first + len(ids), device=core.device)
-    mask = torch.ones(1, len(ids), dtype=torch.long, device=core.device)
-    return _run(core, ids, mask, positions, recorder)
-
-
-def _block_masked_values(core: Backbone, ids: list[int]) -> list[Tensor]:
-    """The expected values of an encoder: a run in which document tokens do not see the query's."""
-    query_tokens = TOKENS - DOCUMENT_TOKENS
-    positions = torch.tensor([*range(DOCUMENT_TOKENS), *range(query_tokens)], device=core.device)
-    allowed = torch.ones(TOKENS, TOKENS, dtype=torch.bool, device=core.device)
-    allowed[:DOCUMENT_TOKENS, DOCUMENT_TOKENS:] = False
-    return _run(core, ids, core.mask(allowed[None]), positions)
-
-
 def _run(
     core: Backbone,
-    ids: Sequence[int],
-    mask: Tensor,
-    positions: Tensor,
+    ids: Ids,
+    positions: Sequence[int] = range(TOKENS),
+    mask: Tensor | None = None,
     recorder: Recorder | None = None,
 ) -> list[Tensor]:
+    """Every layer's values in one run, (1, H, T, D); without a mask, under the model's own one."""
     # An empty cache is falsy.
     if recorder is None:
-        recorder = Recorder(core.last_layer, [len(ids)])
-    tokens = torch.tensor([list(ids)], device=core.device)
+        recorder = Recorder(core.last_layer, [TOKENS])
+    if mask is None:
+        mask = torch.ones(1, TOKENS, dtype=torch.long, device=core.device)
+    tokens, places = torch.tensor([[ids], [positions]], device=core.device)
     with core.ended_by(recorder):
-        core.model(**core.inputs(recorder, tokens, mask, positions[None]))
+        core.model(**core.inputs(recorder, tokens, mask, places))
     # Recorded values are padded.
-    return [values[:, :, : len(ids)] for values in recorder.values]
+    return [values[:, :, :TOKENS] for values in recorder.values]
 
 
 def _rounding(core: Backbone) -> float:

@@ -10,10 +10,10 @@ size.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from typing_extensions import Self
 
 from .quantisation import Numbers, rounded_weight
 
@@ -72,19 +72,22 @@ def _value(name: str, dtype: str = "float32") -> bytes:
     return field_of(1, name) + field_of(2, field_of(1, field_of(1, TYPES[dtype])))
 
 
-@dataclass
 class Graph:
-    """A graph of operators, and the arrays that it needs.
+    """A graph of operators.
 
-    ``outputs`` are given by a run, ``more`` only if they are named.
+    Attributes:
+        arrays: The arrays that the graph needs beside it.
+        outputs: What a run gives.
+        more: What a run gives if it is named.
     """
 
-    arrays: dict[str, Numbers] = field(default_factory=dict)
-    outputs: list[str] = field(default_factory=list)
-    more: list[str] = field(default_factory=list)
-    _nodes: list[bytes] = field(default_factory=list)
-    _inputs: list[bytes] = field(default_factory=list)
-    _constants: list[bytes] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.arrays: dict[str, Numbers] = {}
+        self.outputs: list[str] = []
+        self.more: list[str] = []
+        self._nodes: list[bytes] = []
+        self._inputs: list[bytes] = []
+        self._constants: list[bytes] = []
 
     def add(self, kind: str, *inputs: str, **attributes: Any) -> str:
         """Add an operator with one output; the output's name. An empty input is left out."""
@@ -99,11 +102,14 @@ class Graph:
         self._inputs.append(_value(name, dtype))
         return name
 
-    def constant(self, value: Any, dtype: str = "int64") -> str:
-        """Add an array or a number; its name."""
-        array = np.asarray(value, dtype, order="C")
+    def constant(self, value: Any) -> str:
+        """Add an array, a number or whole numbers; its name. Floating point becomes float32."""
+        array = np.asarray(value, order="C")
+        if array.dtype == np.float64:
+            array = array.astype(np.float32)
         name = f"c{len(self._constants)}"
-        content = field_of(1, list(array.shape)) + field_of(2, TYPES[dtype]) + field_of(8, name)
+        kind = TYPES[array.dtype.name]
+        content = field_of(1, list(array.shape)) + field_of(2, kind) + field_of(8, name)
         if array.nbytes <= SMALL:
             content += field_of(9, array.tobytes())
         else:
@@ -117,9 +123,8 @@ class Graph:
     def content(self) -> bytes:
         """The model as ONNX writes it."""
         graph = field_of(1, self._nodes) + field_of(2, "encoder") + field_of(5, self._constants)
-        graph += field_of(11, self._inputs)
-        outputs = [*self.outputs, *self.more]
-        graph += field_of(12, [_value(name) for name in outputs])
+        outputs = list(map(_value, self.outputs + self.more))
+        graph += field_of(11, self._inputs) + field_of(12, outputs)
         opsets = [field_of(1, "") + field_of(2, OPSET), field_of(1, CONTRIB) + field_of(2, 1)]
         return field_of(1, IR_VERSION) + field_of(8, opsets) + field_of(7, graph)
 
@@ -128,8 +133,8 @@ Parameters = dict[str, tuple[Numbers, int]]
 """Scale and zero point of what enters a linear map, by the map's name."""
 
 
-class Encoder:
-    """The layers of an encoder as operators.
+class Encoder(Graph):
+    """A graph of an encoder's layers.
 
     Args:
         config: The encoder's ``config.json``.
@@ -145,7 +150,7 @@ class Encoder:
         parameters: Parameters | None = None,
         largest: int = 127,
     ) -> None:
-        self.graph = Graph()
+        super().__init__()
         self.weights = weights
         self.parameters = parameters or {}
         self.largest = largest
@@ -163,11 +168,7 @@ class Encoder:
     def norm(self, numbers: str, name: str) -> str:
         """Layer normalisation."""
         parts = [self.constant(self.array(f"{name}.{part}")) for part in ("weight", "bias")]
-        return self.graph.add("LayerNormalization", numbers, *parts, axis=-1, epsilon=self.epsilon)
-
-    def constant(self, value: Any) -> str:
-        """A constant in float32."""
-        return self.graph.constant(value, "float32")
+        return self.add("LayerNormalization", numbers, *parts, axis=-1, epsilon=self.epsilon)
 
     def take(self, numbers: str, maps: Sequence[str], *, after_gelu: bool = False) -> str:
         """Numbers (N, S, C) as these linear maps take them: in 8 bits, if they multiply so."""
@@ -176,46 +177,43 @@ class Encoder:
             return numbers
         scale, zero = self.parameters[maps[0]]
         if scale.ndim:
-            numbers = self.graph.add("Mul", numbers, self.constant(1 / scale))
+            numbers = self.add("Mul", numbers, self.constant(1 / scale))
             scale = np.ones((), np.float32)
-        zero_point = self.graph.constant(zero, "uint8")
-        return self.graph.add("QuantizeLinear", numbers, self.constant(scale), zero_point)
+        inputs = (numbers, self.constant(scale), self.constant(np.uint8(zero)))
+        return self.add("QuantizeLinear", *inputs)
 
     def linear(self, taken: str, name: str) -> str:
         """A linear map, (N, S, C) to (N, S, outputs), of what `take` gave."""
         weight = self.array(f"{name}.weight")
         bias = self.constant(self.array(f"{name}.bias"))
         if name not in self.parameters:
-            product = self.graph.add("MatMul", taken, self.constant(weight.T))
-            return self.graph.add("Add", product, bias)
+            product = self.add("MatMul", taken, self.constant(weight.T))
+            return self.add("Add", product, bias)
         scale, zero = self.parameters[name]
         codes, scales = rounded_weight(weight * scale, self.largest)
-        matrix = self.graph.constant(codes.T, "int8")
-        zero_point = self.graph.constant(zero, "uint8")
-        one = self.constant(1.0)
-        inputs = (taken, matrix, one, self.constant(scales), zero_point, "", bias)
-        return self.graph.add("MatMulIntegerToFloat", *inputs)
+        matrix = self.constant(codes.T)
+        zero_point = self.constant(np.uint8(zero))
+        inputs = (taken, matrix, self.constant(1.0), self.constant(scales), zero_point, "", bias)
+        return self.add("MatMulIntegerToFloat", *inputs)
 
     def split(self, numbers: str) -> str:
         """(N, S, C) to (N, H, S, D)."""
-        shape = self.graph.constant([0, 0, self.heads, self.head_dim])
-        return self.graph.add(
-            "Transpose", self.graph.add("Reshape", numbers, shape), perm=[0, 2, 1, 3]
-        )
+        shape = self.constant([0, 0, self.heads, self.head_dim])
+        return self.add("Transpose", self.add("Reshape", numbers, shape), perm=[0, 2, 1, 3])
 
     def attend(self, query: str, key: str, value: str) -> str:
         """Attention of texts that see themselves, (N, S, C); the input ``lengths`` ends each."""
         inputs = (query, key, value, "", "lengths")
-        return self.graph.add("MultiHeadAttention", *inputs, num_heads=self.heads)
+        return self.add("MultiHeadAttention", *inputs, num_heads=self.heads)
 
     def attend_prefix(self, prefix: Sequence[str], query: str, key: str, value: str) -> str:
         """Attention of queries (N, T, C) that see a prefix, then themselves; the input ``mask``.
 
         The prefix's keys and values (N, H, S, D) are not copied, which would take most of the time.
         """
-        add = self.graph.add
-        constant = self.graph.constant
-        scaled = add("Mul", self.split(query), self.constant(self.head_dim**-0.5))
+        add = self.add
+        constant = self.constant
+        scaled = add("Mul", self.split(query), constant(self.head_dim**-0.5))
         value = self.split(value)
         parts = []
         for keys in (prefix[0], self.split(key)):
@@ -232,7 +230,7 @@ class Encoder:
 
     def finish(self, numbers: str, attended: str, layer: int) -> str:
         """The rest of a layer after its attention."""
-        add = self.graph.add
+        add = self.add
         place = f"encoder.layer.{layer}"
         name = f"{place}.attention.output"
         output = self._map(attended, f"{name}.dense")
@@ -253,54 +251,50 @@ class Encoder:
         taken = self.take(numbers, names)
         return [self.linear(taken, name) for name in names]
 
+    def alone(self, fusion: int, last: int, *, stay: bool) -> Self:
+        """Make this the graph of texts that see themselves only.
 
-def alone(encoder: Encoder, fusion: int, last: int, *, stay: bool) -> Graph:
-    """The graph of texts that see themselves only.
+        Inputs: ``embedded`` tokens (N, S, C), and ``lengths`` (N,). Outputs: what enters the fusion
+        layer (N, S, C); then keys and values (N, H, S, D) of each layer from there to the one
+        before ``last``. What enters linear maps can be asked for by name, for the calibration run.
+        """
+        self.input("lengths", "int32")
+        numbers = entering = self.norm(self.input("embedded"), "embeddings.LayerNorm")
+        states: list[str] = []
+        for layer in range(last):
+            if layer == fusion:
+                entering = numbers
+            if layer == fusion and stay:
+                states = self.attention_maps(numbers, range(fusion, last), first=1)
+                break
+            query, key, value = self.attention_maps(numbers, [layer])
+            if layer >= fusion:
+                states += [key, value]
+            # The last of these layers is run for its keys and values.
+            if layer < last - 1:
+                numbers = self.finish(numbers, self.attend(query, key, value), layer)
+        self.outputs = [entering, *map(self.split, states)]
+        self.more = [name for name in self.entering if name != entering]
+        return self
 
-    Inputs: ``embedded`` tokens (N, S, C), and ``lengths`` (N,). Outputs: what enters the fusion
-    layer (N, S, C); then keys and values (N, H, S, D) of each layer from there to the one before
-    ``last``. What enters linear maps can be asked for by name, for the calibration run.
-    """
-    graph = encoder.graph
-    graph.input("lengths", "int32")
-    numbers = entering = encoder.norm(graph.input("embedded"), "embeddings.LayerNorm")
-    states: list[str] = []
-    for layer in range(last):
-        if layer == fusion:
-            entering = numbers
-        if layer == fusion and stay:
-            states = encoder.attention_maps(numbers, range(fusion, last), first=1)
-            break
-        query, key, value = encoder.attention_maps(numbers, [layer])
-        if layer >= fusion:
-            states += [key, value]
-        # The last of these layers is run for its keys and values.
-        if layer < last - 1:
-            numbers = encoder.finish(numbers, encoder.attend(query, key, value), layer)
-    graph.outputs = [entering, *map(encoder.split, states)]
-    graph.more = [name for name in encoder.entering if name != entering]
-    return graph
+    def fused(self, fusion: int, last: int) -> Self:
+        """Make this the graph of queries after prefixes.
 
-
-def fused(encoder: Encoder, fusion: int, last: int) -> Graph:
-    """The graph of queries after prefixes.
-
-    Inputs: ``entering`` the fusion layer (Q, T, C), each row's ``query`` (N,), ``mask`` that is
-    added to attention (N, 1, 1, S + T), and keys and values ``k6``, ``v6``, ... (N, H, S, D) of
-    the layers from ``fusion`` to the one before ``last``. Outputs: the queries' values
-    (N, H, T, D) of the layers from ``fusion`` to ``last``.
-    """
-    graph = encoder.graph
-    numbers = graph.input("entering")
-    query = graph.input("query", "int64")
-    graph.input("mask")
-    for layer in range(fusion, last):
-        mapped = encoder.attention_maps(numbers, [layer])
-        if layer == fusion:
-            # The fusion layer's maps run once for each query.
-            numbers, *mapped = (graph.add("Gather", part, query) for part in (numbers, *mapped))
-        graph.outputs.append(encoder.split(mapped[2]))
-        prefix = [graph.input(f"{part}{layer}") for part in "kv"]
-        numbers = encoder.finish(numbers, encoder.attend_prefix(prefix, *mapped), layer)
-    graph.outputs.append(encoder.split(encoder.attention_maps(numbers, [last], first=2)[0]))
-    return graph
+        Inputs: ``entering`` the fusion layer (Q, T, C), each row's ``query`` (N,), ``mask`` that is
+        added to attention (N, 1, 1, S + T), and keys and values ``k6``, ``v6``, ... (N, H, S, D) of
+        the layers from ``fusion`` to the one before ``last``. Outputs: the queries' values
+        (N, H, T, D) of the layers from ``fusion`` to ``last``.
+        """
+        numbers = self.input("entering")
+        query = self.input("query", "int64")
+        self.input("mask")
+        for layer in range(fusion, last):
+            mapped = self.attention_maps(numbers, [layer])
+            if layer == fusion:
+                # The fusion layer's maps run once for each query.
+                numbers, *mapped = (self.add("Gather", part, query) for part in (numbers, *mapped))
+            self.outputs.append(self.split(mapped[2]))
+            prefix = [self.input(f"{part}{layer}") for part in "kv"]
+            numbers = self.finish(numbers, self.attend_prefix(prefix, *mapped), layer)
+        self.outputs.append(self.split(self.attention_maps(numbers, [last], first=2)[0]))
+        return self

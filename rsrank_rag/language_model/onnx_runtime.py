@@ -10,20 +10,19 @@ import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import onnxruntime
-from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from ..errors import BackboneError, MissingDependencyError, pip_install
 from ..method.batches import Ids
 from ..method.language_model import LanguageModel
-from ..method.prefix import Prefix, Prefixes, Show
-from .onnx_graph import HIDDEN, ZERO, Encoder, Graph, Parameters, alone, fused
+from ..method.prefix import Prefix, Prefixes, Show, pooled
+from .onnx_graph import HIDDEN, ZERO, Encoder, Graph, Parameters
 from .quantisation import Numbers, fixed_parameters, ranges
 
 WEIGHTS = "model.safetensors"
@@ -32,9 +31,6 @@ WEIGHTS = "model.safetensors"
 FILES = ("config.json", WEIGHTS, "tokenizer.json", "tokenizer_config.json")
 
 ADVICE = f"Use torch for it (runtime='torch'): {pip_install('lm')}"
-
-# What an encoder with other weights raises.
-FILE_ERRORS = (OSError, SafetensorError, LookupError, TypeError, ValueError)
 
 
 class Session:
@@ -87,8 +83,8 @@ def largest_weight() -> int:
     """
     graph = Graph()
     codes = graph.input("codes", "uint8")
-    weight = graph.constant(np.full((64, 8), 127), "int8")
-    one = graph.constant(1.0, "float32")
+    weight = graph.constant(np.full((64, 8), 127, np.int8))
+    one = graph.constant(1.0)
     graph.outputs = [graph.add("MatMulIntegerToFloat", codes, weight, one, one)]
     sums = Session(graph).run({"codes": np.full((1, 64), 255, np.uint8)})[0]
     return 127 if bool((sums == 64 * 255 * 127).all()) else 63
@@ -141,7 +137,8 @@ class OnnxBackbone(LanguageModel):
         self.calibration = calibration
         self.documents_in_int8 = bool(calibration)
         self.identity = {"runtime": "onnx", "int8": largest_weight() if calibration else None}
-        self._last_entering: tuple[object, Numbers] = (None, np.empty(0))
+        # The batches of one call have the same query.
+        self._entering = lru_cache(1)(self._entering_of)
         self._by_process = {os.getpid(): self._open()}
 
     def _open(self) -> _Sessions:
@@ -157,9 +154,9 @@ class OnnxBackbone(LanguageModel):
             if self.calibration:
                 parameters = self._calibrated(texts, encoder)
                 documents = self._alone(Encoder(self.config, weights, parameters, largest_weight()))
-            queries = fused(Encoder(self.config, weights), self.fusion_layer, self.last_layer)
+            queries = Encoder(self.config, weights).fused(self.fusion_layer, self.last_layer)
             return _Sessions(texts, documents, Session(queries))
-        except FILE_ERRORS as error:
+        except Exception as error:
             raise BackboneError(
                 f"The encoder in {self.folder} cannot be run by ONNX Runtime "
                 f"({type(error).__name__}: {error}). {ADVICE}"
@@ -175,8 +172,8 @@ class OnnxBackbone(LanguageModel):
         return {"embedded": embedded, "lengths": lengths}
 
     def _alone(self, encoder: Encoder) -> Session:
-        graph = alone(encoder, self.fusion_layer, self.last_layer, stay=self.documents_stay)
-        return Session(graph)
+        stay = self.documents_stay
+        return Session(encoder.alone(self.fusion_layer, self.last_layer, stay=stay))
 
     def _calibrated(self, texts: Session, encoder: Encoder) -> Parameters:
         """Parameters of all linear maps, from a run of the calibration texts in float32."""
@@ -211,23 +208,23 @@ class OnnxBackbone(LanguageModel):
         self, documents: Sequence[Ids], query_slots: int = 0, extra_rows: Sequence[Prefix] = ()
     ) -> Prefixes:
         """See `LanguageModel.prefill`."""
-        run = self._prefill(self._sessions.documents, documents)
+        run = self._run_alone(self._sessions.documents, documents)
         if not extra_rows:
             return run
         return Prefixes.join([*map(run.row, range(len(run))), *extra_rows], 0)
 
-    def _prefill(self, session: Session, texts: Sequence[Ids]) -> Prefixes:
+    def _run_alone(self, session: Session, texts: Sequence[Ids]) -> Prefixes:
         feeds = self._feeds(texts)
         entering, *states = session.run(feeds)
         lengths = feeds["lengths"].tolist()
-        means = np.empty((len(lengths), 0), np.float32)
-        if self.fusion_layer:
-            means = _pooled(entering, lengths)
+        means = pooled(entering, lengths)
+        if not self.fusion_layer:
+            means = means[:, :0]
         return Prefixes(tuple(states[::2]), tuple(states[1::2]), tuple(lengths), 0, means)
 
     def _null_prefix(self, ids: Ids) -> Prefix:
         # In float32: its rounding would move all scores alike.
-        return self._prefill(self._sessions.texts, [ids]).row(0)
+        return self._run_alone(self._sessions.texts, [ids]).row(0)
 
     def query_values(
         self,
@@ -249,17 +246,12 @@ class OnnxBackbone(LanguageModel):
             feeds[f"v{layer}"] = prefixes.values[number]
         for number, values in enumerate(self._sessions.queries.run(feeds)):
             show(self.fusion_layer + number, values)
-        return _pooled(entering, lengths.tolist()) if self.fusion_layer else np.empty(0)
+        return pooled(entering, lengths.tolist()) if self.fusion_layer else np.empty(0)
 
-    def _entering(self, queries: tuple[Ids, ...]) -> Numbers:
-        """What enters the fusion layer of each query alone, (Q, T, C); the last is remembered."""
-        last = self._last_entering
-        if last[0] == queries:
-            return last[1]
+    def _entering_of(self, queries: tuple[Ids, ...]) -> Numbers:
+        """What enters the fusion layer of each query alone, (Q, T, C)."""
         texts = self._sessions.texts
-        entering = texts.run(self._feeds(queries), texts.outputs[:1])[0]
-        self._last_entering = (queries, entering)
-        return entering
+        return texts.run(self._feeds(queries), texts.outputs[:1])[0]
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -286,10 +278,3 @@ def check_kind(model_type: str | None, name: str) -> None:
             "of the kind 'bert' here, and torch all others (runtime='torch').",
             "lm",
         )
-
-
-def _pooled(hidden: Numbers, lengths: Sequence[int]) -> Numbers:
-    """The mean over each text's tokens of hidden states (N, S, C), (N, C) fp32."""
-    rows = zip(hidden, lengths, strict=True)
-    means = [row[:length].mean(0, dtype=np.float64) for row, length in rows]
-    return np.stack(means).astype(np.float32)

@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from ..errors import BackboneError
 from .batches import Ids
 from .language_model import LanguageModel
-from .prefix import Prefix, Prefixes, Show, padded_length
-from .probe import Entrance, Probe, Reader, Recorder, StopForward, pooled
+from .prefix import Prefix, Prefixes, Show, padded_length, pooled
+from .probe import Entrance, Probe, Reader, Recorder, StopForward
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -103,8 +104,7 @@ class Backbone(LanguageModel):
         The caller may be training the original.
         """
         frozen: Projection = projection
-        parameters = frozen.parameters()
-        if any(part.requires_grad or part.device != self.device for part in parameters):
+        if frozen.weight.requires_grad or frozen.weight.device != self.device:
             frozen = copy.deepcopy(frozen).to(self.device).requires_grad_(False)
         return frozen
 
@@ -171,14 +171,13 @@ class Backbone(LanguageModel):
             )
         index = torch.tensor(query_of_row or [0] * len(prefixes), device=self.device)
         ids = self._padded(queries)[index]
-        within = torch.arange(ids.shape[1], device=self.device)
+        positions = torch.arange(longest, device=self.device)
         lengths = [len(query) for query in queries]
-        valid = within < self._column(lengths)[index]  # (N, T)
-        start = torch.zeros_like(index)[:, None]
+        valid = positions < self._column(lengths)[index]  # (N, T)
         if self.causal:
-            start = self._column(prefixes.lengths)
+            positions = positions + self._column(prefixes.lengths)
         # Padding stays at the first position, because it might pass the model's last one.
-        positions = (start + within) * valid
+        positions = positions * valid
         mask = self._query_mask(prefixes, valid, positions)
         reader = self.reader(self.last_layer, prefixes, show)
         embedded = torch.empty(0)
@@ -202,35 +201,32 @@ class Backbone(LanguageModel):
         self, prefixes: Prefixes, valid: Tensor, positions: Tensor
     ) -> Tensor | dict[str, Tensor]:
         """Mask (N, 1, T, R + S), one for each kind of attention layer the model has."""
-        rows, width = valid.shape
+        width = valid.shape[1]
         slots = prefixes.query_slots
-        columns = torch.arange(prefixes.keys[0].shape[2] - slots, device=self.device)
-        within = torch.arange(width, device=self.device)
-        document = columns < self._column(prefixes.lengths)
-        document = document[:, None].expand(-1, width, -1)  # (N, T, S)
-        query = valid[:, None].expand(-1, width, -1)  # (N, T, T)
+        lengths = self._column(prefixes.lengths)
+        keys = torch.arange(prefixes.keys[0].shape[2], device=self.device)
+        document = (keys >= slots) & (keys - slots < lengths)  # (N, R + S)
+        query = pad(valid, (0, len(keys) - width))[:, None].expand(-1, width, -1)
         if self.causal:
-            query = query & (within <= within[:, None])
-        free = query.new_zeros(rows, width, slots - width)
-        full = torch.cat([query, free, document], dim=2)
-        window = self.config.sliding_window if any(self._windows) else None
-        if not self.causal or window is None:
-            return self.mask(full)
-        near_document = document & (positions[..., None] - columns < window)
-        near_query = query & (within[:, None] - within < window)
-        sliding = self.mask(torch.cat([near_query, free, near_document], dim=2))
-        if all(self._windows):
+            query = query & (keys <= keys[:width, None])
+        allowed = query | document[:, None]
+        full = self.mask(allowed)
+        if not self.causal or not any(self._sliding):
+            return full
+        key_positions = torch.where(keys < slots, lengths + keys, keys - slots)
+        near = positions[..., None] - key_positions[:, None] < self.config.sliding_window
+        sliding = self.mask(allowed & near)
+        if all(self._sliding):
             return sliding
-        return {"full_attention": self.mask(full), "sliding_attention": sliding}
+        return {"full_attention": full, "sliding_attention": sliding}
 
     @cached_property
-    def _windows(self) -> list[int | None]:
-        """How many positions the tokens of each loaded layer see; None for all."""
-        window = getattr(self.config, "sliding_window", None) or None
-        every = ["sliding_attention"] * self.loaded_layers
-        kinds = getattr(self.config, "layer_types", None) or every
-        sliding = [kind == "sliding_attention" for kind in kinds[: self.loaded_layers]]
-        return [window if slides else None for slides in sliding]
+    def _sliding(self) -> list[bool]:
+        """Whether each loaded layer sees a window of positions only."""
+        window = getattr(self.config, "sliding_window", None)
+        kinds = getattr(self.config, "layer_types", None)
+        kinds = (kinds or ["sliding_attention"] * self.loaded_layers)[: self.loaded_layers]
+        return [bool(window) and kind == "sliding_attention" for kind in kinds]
 
     def reach(self, layer: int) -> int | None:
         """How many positions back a token's values at a layer can know of a document.
@@ -238,10 +234,10 @@ class Backbone(LanguageModel):
         None if there is no limit. Values have passed all layers from the fusion layer on, each of
         which carries as far as its window.
         """
-        windows = self._windows[self.fusion_layer : layer]
-        if not self.causal or not all(windows):
+        passed = self._sliding[self.fusion_layer : layer]
+        if not self.causal or not all(passed):
             return None
-        return sum(window - 1 for window in windows if window)
+        return len(passed) * (int(self.config.sliding_window) - 1)
 
     def _column(self, lengths: Sequence[int]) -> Tensor:
         return torch.tensor(lengths, device=self.device)[:, None]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from typing_extensions import Self
 
-from .arrays import Array, namespace
+from .arrays import Array, cast, namespace
 
 Show = Callable[[int, Array], object]
 """Receives a layer's index and its value vectors, (N, H, T, D)."""
@@ -27,6 +27,16 @@ def padded_length(length: int) -> int:
     (32, 32, 64)
     """
     return -(-length // KEY_MULTIPLE) * KEY_MULTIPLE
+
+
+def pooled(hidden: Array, lengths: Sequence[int]) -> Array:
+    """The mean over each text's tokens of hidden states (N, S, C), (N, C) fp32.
+
+    The sum is taken in float64, in which it does not depend on the order.
+    """
+    rows = zip(hidden, lengths, strict=True)
+    means = [cast(row[:length], "float64").mean(0) for row, length in rows]
+    return cast(namespace(hidden).stack(means), "float32")
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from .prefix import Prefix, Prefixes, Show, padded_length
+from .prefix import Prefix, Prefixes, Show, padded_length, pooled
 
 
 class StopForward(Exception):  # noqa: N818 - a signal, not a failure
@@ -188,17 +188,6 @@ class Reader(Probe):
         keys[:, :, :count] = key_states
         values[:, :, :count] = value_states
         return keys, values
-
-
-def pooled(hidden: Tensor, lengths: Sequence[int]) -> Tensor:
-    """The mean over each text's tokens of hidden states (N, T, C), (N, C) fp32.
-
-    The sum is taken in float64, in which it does not depend on the amount of padding.
-    """
-    counts = torch.tensor(lengths, device=hidden.device)[:, None]
-    valid = torch.arange(hidden.shape[1], device=hidden.device) < counts
-    total = hidden.double().masked_fill_(~valid[..., None], 0).sum(1)
-    return (total / counts).float()
 
 
 def _padded(

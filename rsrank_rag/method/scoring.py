@@ -82,9 +82,8 @@ class ShiftReader:
             by the number of tokens. Zeros without a fusion layer.
         """
         queries = list(dict.fromkeys(row.query for row in rows))
-        number = {query: place for place, query in enumerate(queries)}
-        query_of_row = [number[row.query] for row in rows]
-        # The documents' prefixes, and a null prefix for each query below them.
+        # The documents' rows, and a null row for each query below them.
+        query_of_row = [queries.index(query) for query in (*(row.query for row in rows), *queries)]
         slots = self.backbone.slots_for(max(len(query.ids) for query in queries))
         null_rows = [self.backbone.null_prefix(self.prompts.null_prefix)] * len(queries)
         if self.cache is None:
@@ -92,10 +91,9 @@ class ShiftReader:
             prefixes = self.backbone.prefill(documents, slots, null_rows)
         else:
             prefixes = self.cache.prefill(self.backbone, rows, slots, null_rows)
-        batch = _BatchReader(self, rows, queries, query_of_row, prefixes, consume)
-        every = [*query_of_row, *range(len(queries))]
+        batch = _BatchReader(self, len(rows), queries, query_of_row, prefixes, consume)
         embedded = self.backbone.query_values(
-            [query.ids for query in queries], prefixes, batch.show, every
+            [query.ids for query in queries], prefixes, batch.show, query_of_row
         )
         if len(embedded):
             pooled = prefixes.pooled[: len(rows)]
@@ -109,7 +107,7 @@ class _BatchReader:
     def __init__(
         self,
         reader: ShiftReader,
-        rows: Sequence[Row],
+        count: int,
         queries: Sequence[TokenisedQuery],
         query_of_row: Sequence[int],
         prefixes: Prefixes,
@@ -118,18 +116,17 @@ class _BatchReader:
         xp = namespace(prefixes.pooled)
         self.on_device = {"device": reader.backbone.device}
         self.reader = reader
-        self.count = len(rows)
+        self.count = count
         self.prefixes = prefixes
         self.consume = consume
-        self.null_row = xp.asarray(query_of_row, **self.on_device)
-        starts = [queries[place].start for place in query_of_row]
-        starts += [query.start for query in queries]
-        self.starts = xp.asarray(starts, **self.on_device)[:, None]
-        lengths = [row.query.length for row in rows]
-        self.lengths = xp.asarray(lengths, **self.on_device)[:, None]
-        self.width = max(query.length for query in queries)
-        self.columns = xp.arange(self.width, **self.on_device)
-        size = (self.count, 1 + self.width)
+        index = xp.asarray(query_of_row, **self.on_device)
+        self.null_row = index[:count]
+        starts = xp.asarray([query.start for query in queries], **self.on_device)
+        self.starts = starts[index][:, None]
+        lengths = xp.asarray([query.length for query in queries], **self.on_device)
+        self.lengths = lengths[self.null_row][:, None]
+        self.columns = xp.arange(max(query.length for query in queries), **self.on_device)
+        size = (count, 1 + len(self.columns))
         self.similarity = xp.zeros(size, dtype=xp.float64, **self.on_device)
 
     def show(self, layer: int, values: Array) -> None:
@@ -180,36 +177,22 @@ class _BatchReader:
 
 def score_rows(
     reader: ShiftReader, projection: Projection | Weights, rows: Sequence[Row]
-) -> list[float]:
-    """The scores of a batch: above 0 means relevant (paper, Section 4.3)."""
-    sums: list[Array] = []
+) -> tuple[Array, Array, Array]:
+    """The scores of a batch (paper, Section 4.3), and the terms that add up to them.
 
-    def add(layer: int, shifts: Array) -> None:
-        terms = shift_terms(shifts, *projection.of_layer(layer))
-        # In float64, in which a sum does not depend on the zeros after a shorter query.
-        sums.append(cast(terms, "float64").sum(1).sum(-1))
-
-    similarity = reader.read(rows, add)
-    lengths = [row.query.length for row in rows]
-    shift_score = sum(sums) / namespace(similarity).asarray(lengths, device=similarity.device)
-    scores = combine(shift_score, similarity, projection.agreement)
-    return list(scores.tolist())
-
-
-def score_parts(
-    reader: ShiftReader, projection: Projection | Weights, row: Row
-) -> tuple[float, Array, Array]:
-    """One score, its shift terms (T, L, H) divided by T, and its similarity terms (1 + T,).
-
-    Both arrays are float64, and their sum is the score.
+    Returns:
+        Scores, (N,), above 0 for relevant documents; shift terms divided by the number of tokens,
+        (N, L, H, T); similarity terms, (N, 1 + T). All are float64, in which a sum does not depend
+        on the zeros after a shorter query.
     """
     layers: list[Array] = []
 
     def add(layer: int, shifts: Array) -> None:
-        layers.append(cast(shift_terms(shifts, *projection.of_layer(layer))[0], "float64"))
+        layers.append(cast(shift_terms(shifts, *projection.of_layer(layer)), "float64"))
 
-    similarity = reader.read([row], add)[0]
-    # (L, H, T) to (T, L, H).
-    terms = namespace(similarity).stack(layers).swapaxes(1, 2).swapaxes(0, 1) / row.query.length
-    score = combine(terms.sum(), similarity, projection.agreement)
-    return float(score), terms, similarity_terms(similarity, projection.agreement)
+    similarity = reader.read(rows, add)
+    xp = namespace(similarity)
+    lengths = xp.asarray([row.query.length for row in rows], device=similarity.device)
+    terms = xp.stack(layers, 1) / lengths[:, None, None, None]
+    scores = combine(terms.sum((1, 2, 3)), similarity, projection.agreement)
+    return scores, terms, similarity_terms(similarity, projection.agreement)

@@ -165,9 +165,9 @@ def test_an_int8_map_is_what_plain_arithmetic_makes_of_it(largest, monkeypatch):
     fixed = fixed_parameters(*ranges(numbers, after_gelu=False), [weights["map.weight"]])
     config = {"layer_norm_eps": 1e-12, "num_attention_heads": 2, "hidden_size": 96}
     encoder = onnx_runtime.Encoder(config, weights, {"map": fixed}, largest)
-    taken = encoder.take(encoder.graph.input("x"), ["map"])
-    encoder.graph.outputs = [encoder.linear(taken, "map")]
-    found = onnx_runtime.Session(encoder.graph).run({"x": numbers})[0]
+    taken = encoder.take(encoder.input("x"), ["map"])
+    encoder.outputs = [encoder.linear(taken, "map")]
+    found = onnx_runtime.Session(encoder).run({"x": numbers})[0]
     scale, zero = fixed
     codes = np.clip(np.rint(numbers / scale) + zero, 0, 255) - zero
     matrix, scales = rounded_weight(weights["map.weight"] * scale, largest)
@@ -178,7 +178,7 @@ def test_an_int8_map_is_what_plain_arithmetic_makes_of_it(largest, monkeypatch):
 
 def test_a_constant_is_handed_over_beside_the_graph_and_a_small_one_in_it():
     graph = Graph()
-    graph.outputs = [graph.add("Add", graph.input("x"), graph.constant(np.ones(99), "float32"))]
+    graph.outputs = [graph.add("Add", graph.input("x"), graph.constant(np.ones(99)))]
     assert list(graph.arrays) == ["c0"]
     assert len(graph.content()) < 300
     found = onnx_runtime.Session(graph).run({"x": np.ones((2, 99), np.float32)})[0]
