@@ -1,7 +1,4 @@
-"""Quantisation parameters of an encoder's documents in int8: fixed at load, from random pieces.
-
-Both runtimes take them from here.
-"""
+"""Quantisation parameters of an encoder's documents in int8: fixed at load, from random pieces."""
 
 from __future__ import annotations
 
