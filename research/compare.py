@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import torch
 import typer
 from rich.progress import track
@@ -35,10 +36,10 @@ from rsrank_rag.evaluation.evaluate import score_dataset, shared_threshold
 from rsrank_rag.evaluation.metrics import (
     Rule,
     ScoredQuery,
-    ranking_by_query,
-    select,
+    ranking_measures,
+    selection_measures,
 )
-from rsrank_rag.evaluation.statistics import estimate_mean, paired_differences
+from rsrank_rag.evaluation.statistics import Array, estimate_mean
 from rsrank_rag.evaluation.unanswerable import auroc, best_scores, false_accepts
 from rsrank_rag.language_model.options import LoadOptions, ModelSource
 from rsrank_rag.method.arrays import namespace
@@ -162,7 +163,7 @@ def figures_of(scored: Scored, threshold: float | None, first: Scored, tau: floa
         row: Figures = {metric: _interval(values[name][metric]) for metric in METRICS}
         row["difference"] = {}
         for metric in METRICS:
-            pairs = paired_differences(firsts[name][metric], values[name][metric])
+            pairs = firsts[name][metric] - values[name][metric]
             row["difference"][metric] = _interval(pairs)
         sets[name] = {
             "queries": len(answerable[name]),
@@ -180,17 +181,17 @@ def _answerable(queries: Sequence[ScoredQuery]) -> list[ScoredQuery]:
     return [query for query in queries if any(query.relevant)]
 
 
-def _values(queries: Sequence[ScoredQuery], threshold: float) -> dict[str, list[float]]:
+def _values(queries: Sequence[ScoredQuery], threshold: float) -> dict[str, Array]:
     """Each metric of each query."""
-    selections = [select(query, Rule(threshold)) for query in queries]
+    values = selection_measures(queries, Rule(threshold))
     return {
-        "ndcg@5": ranking_by_query(queries)["ndcg@5"],
-        "f1": [one.f1 for one in selections],
-        "lost": [float(one.left_with_nothing) for one in selections],
+        "ndcg@5": ranking_measures(queries)["ndcg@5"],
+        "f1": values["f1"],
+        "lost": np.nan_to_num(values["left_with_nothing"]),
     }
 
 
-def _interval(*samples: Sequence[float]) -> list[float]:
+def _interval(*samples: Array) -> list[float]:
     """Mean, and the ends of its 95% interval."""
     found = estimate_mean(*samples)
     low = found.mean if found.low is None else found.low

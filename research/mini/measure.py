@@ -31,7 +31,7 @@ from rsrank_rag.evaluation.evaluate import score_dataset, shared_threshold, summ
 from rsrank_rag.evaluation.metrics import (
     ScoredQuery,
     f1_at,
-    ranking_by_query,
+    ranking_measures,
 )
 from rsrank_rag.evaluation.systems.bm25 import BM25
 from rsrank_rag.evaluation.systems.sentence_transformers import BiEncoder
@@ -188,7 +188,7 @@ def examples(
         for query in queries:
             (scored,) = score_dataset(ranker, [query])
             if len(rows) < count and is_clear(scored):
-                rows[query.id] = [ranking_by_query([scored])["ndcg@5"][0], f1_at(scored, 0.0)]
+                rows[query.id] = [ranking_measures([scored])["ndcg@5"].item(), f1_at(scored, 0.0)]
             if len(rows) == count:
                 break
     return found

@@ -17,8 +17,8 @@ from typing import Any
 
 from data import REAL, SETS
 from research.reproduction.tables import FigureFile, ablation_tables
-from rsrank_rag.evaluation.metrics import ScoredQuery, f1_at, ranking_by_query
-from rsrank_rag.evaluation.statistics import estimate_mean, paired_differences
+from rsrank_rag.evaluation.metrics import Rule, ScoredQuery, ranking_measures, selection_measures
+from rsrank_rag.evaluation.statistics import estimate_mean
 
 ROOT = Path(__file__).parents[2]
 PAGES = ("README.md", "docs/mini.md", "research/docs/results.md", "research/docs/ablations.md")
@@ -288,13 +288,9 @@ def differences(
     for name in first:
         pairs = []
         for scored, tau in zip((first[name], second[name]), thresholds, strict=True):
-            pairs.append(
-                {**ranking_by_query(scored), "f1@tau": [f1_at(query, tau) for query in scored]}
-            )
-        found = {
-            metric: estimate_mean(paired_differences(pairs[0][metric], pairs[1][metric]))
-            for metric in METRICS
-        }
+            f1 = selection_measures(scored, Rule(tau))["f1"]
+            pairs.append({**ranking_measures(scored), "f1@tau": f1})
+        found = {metric: estimate_mean(pairs[0][metric] - pairs[1][metric]) for metric in METRICS}
         made[name] = {
             metric: [
                 e.mean,

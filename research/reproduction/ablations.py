@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 from pydantic import BaseModel, Field, ValidationError
 from typing_extensions import Self
 
@@ -21,12 +22,11 @@ from rsrank_rag.adapters.systems import load
 from rsrank_rag.errors import InputError, RSRankError
 from rsrank_rag.evaluation.evaluate import score_dataset
 from rsrank_rag.evaluation.metrics import (
+    Rule,
     ScoredQuery,
-    best_first,
     best_threshold,
-    f1,
-    f1_at,
-    ranking_by_query,
+    ranking_measures,
+    selection_measures,
 )
 from rsrank_rag.evaluation.statistics import Record
 from rsrank_rag.language_model.options import ModelSource
@@ -375,17 +375,18 @@ def _evaluating(recipe: ResearchRecipe, part: SetPart) -> ResearchRecipe:
 def _measured(found: list[ScoredQuery]) -> dict[str, Any]:
     """All metrics, one number a query each, and the set's best threshold."""
     tau, _ = best_threshold(found)
-    first = [[query.relevant[place] for place in best_first(query.scores)[:5]] for query in found]
+    top5 = selection_measures(found, Rule(top_n=5))
     metrics = {
-        **ranking_by_query(found),
-        "p@5": [sum(labels) / max(len(labels), 1) for labels in first],
-        "f1@5": [
-            f1(sum(x), len(x), sum(query.relevant)) for x, query in zip(first, found, strict=True)
-        ],
-        "f1@0": [f1_at(query, 0.0) for query in found],
-        "f1@best": [f1_at(query, tau) for query in found],
+        **ranking_measures(found),
+        "p@5": np.nan_to_num(top5["precision"]),
+        "f1@5": top5["f1"],
+        "f1@0": selection_measures(found, Rule(0.0))["f1"],
+        "f1@best": selection_measures(found, Rule(tau))["f1"],
     }
-    return {"metrics": {name: tuple(values) for name, values in metrics.items()}, "tau_best": tau}
+    return {
+        "metrics": {name: tuple(row.tolist()) for name, row in metrics.items()},
+        "tau_best": tau,
+    }
 
 
 def state_of(files: Iterable[Path]) -> str:

@@ -1,16 +1,15 @@
 """The paper's tables and the ablations with their differences, as Markdown (``templates/``)."""
 
-import statistics
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 
 from rsrank_rag.evaluation.comparison import Comparison, Measured
 from rsrank_rag.evaluation.evaluate import summarise
-from rsrank_rag.evaluation.metrics import mean
 from rsrank_rag.evaluation.report import template
-from rsrank_rag.evaluation.statistics import Estimate, Record, estimate_mean, paired_differences
+from rsrank_rag.evaluation.statistics import Estimate, Record, estimate_mean
 
 from .ablations import BASE, AblationOnSet, AblationRow
 from .thresholds import own_best, paired_t_test, threshold_stability
@@ -55,12 +54,12 @@ def page(
             for name, by_set in records.items()
         }
         tables[title] = {
-            name: [*row, None if None in row else mean(row)] for name, row in rows.items()
+            name: [*row, None if None in row else fmean(row)] for name, row in rows.items()
         }
     own_means = {}
     for result in found.systems if found else ():
-        by_set = [mean(own_best(found, label, row)) for label, row in result.sets.items()]
-        own_means[result.name] = mean(by_set)
+        by_set = [fmean(own_best(found, label, row)) for label, row in result.sets.items()]
+        own_means[result.name] = fmean(by_set)
     stabilities = {}
     for system in measured:
         if set(system.scored) == set(sets):
@@ -70,7 +69,7 @@ def page(
         "stabilities": stabilities,
         "t_test": paired_t_test,
         "own_best": own_best,
-        "mean": mean,
+        "mean": fmean,
         "own_means": own_means,
         "tables": tables,
         "metrics": TITLES,
@@ -128,10 +127,8 @@ def figures_of(rows: Sequence[AblationRow], setup: str = "") -> list[AblationFig
     for (dataset, name), found in groups.items():
         base = means.get((dataset, BASE)) if name != BASE else None
         values = means[dataset, name]
-        by_seed = {
-            metric: [statistics.fmean(row.metrics[metric]) for row in found] for metric in METRICS
-        }
-        differences = {m: paired_differences(values[m], base[m]) for m in COMPARED} if base else {}
+        by_seed = {metric: [fmean(row.metrics[metric]) for row in found] for metric in METRICS}
+        differences = {m: np.subtract(values[m], base[m]) for m in COMPARED} if base else {}
         made.append(
             AblationFigures(
                 **found[0].model_dump(include=set(AblationOnSet.model_fields)),
@@ -146,7 +143,7 @@ def figures_of(rows: Sequence[AblationRow], setup: str = "") -> list[AblationFig
                 differences={
                     metric: estimate_mean(numbers) for metric, numbers in differences.items()
                 },
-                tau_best=statistics.fmean(row.tau_best for row in found),
+                tau_best=fmean(row.tau_best for row in found),
             )
         )
     return made

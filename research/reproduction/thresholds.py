@@ -14,7 +14,6 @@ from scipy import stats
 from rsrank_rag.evaluation import plots
 from rsrank_rag.evaluation.comparison import Comparison, Measured, SetResult
 from rsrank_rag.evaluation.metrics import ScoredQuery, best_threshold
-from rsrank_rag.evaluation.statistics import paired_differences
 from rsrank_rag.reranker import BLANK_SCORE
 
 if TYPE_CHECKING:
@@ -43,11 +42,11 @@ def paired_t_test(first: Sequence[float], second: Sequence[float]) -> PairedTest
 
     There it compares each query's best F1 with its F1 at the set's best threshold.
     """
-    differences = paired_differences(first, second)
-    if not differences:
+    differences = np.subtract(first, second)
+    if not len(differences):
         return PairedTest(difference=0.0, t=None, p=None)
     mean = statistics.fmean(differences)
-    if max(differences) - min(differences) < 1e-12:
+    if np.ptp(differences) < 1e-12:
         return PairedTest(difference=mean, t=None, p=None)
     result = stats.ttest_rel(first, second)
     return PairedTest(difference=mean, t=float(result.statistic), p=float(result.pvalue))
@@ -67,8 +66,8 @@ def f1_gaps(comparison: Comparison, name: str, result: SetResult) -> list[float]
     Source: paper, Section 2.2.
     """
     best = result.values("f1@best")
-    lost = paired_differences(own_best(comparison, name, result), best)
-    return [max(difference, 0.0) for difference in lost]
+    lost = np.subtract(own_best(comparison, name, result), best)
+    return np.maximum(lost, 0.0).tolist()
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.progress import track
@@ -16,13 +16,14 @@ from typer import Option
 from ..adapters.systems import forms, parse
 from ..adapters.systems import load as load_reranker
 from ..errors import InputError
-from ..evaluation.metrics import apply_rule, plain, ranking_metrics, rules
+from ..evaluation.comparison import Measured
+from ..evaluation.datasets import LabelledQuery, read_sets
+from ..evaluation.evaluate import recommend, score_dataset, shared_threshold, summarise
+from ..evaluation.metrics import ScoredQuery, apply_rule, plain, ranking_measures, rules
+from ..evaluation.report import check_report, write_report
 from ..language_model.options import LoadOptions, ModelSource
+from ..passages import shadow
 from .options import AsJson, Revision, command, problems, screen
-
-if TYPE_CHECKING:
-    from ..evaluation.comparison import Measured
-    from ..evaluation.metrics import ScoredQuery
 
 app = typer.Typer()
 
@@ -60,18 +61,15 @@ def report(
     log: Annotated[Path, typer.Argument(help="Log of calls or requests in shadow mode.")],
 ) -> None:
     """Say how much shadow mode would have dropped: calls, documents and tokens of a log."""
-    from ..passages.shadow import NEAR
-    from ..passages.shadow import report as add_up
-
     with log.open(encoding="utf-8", errors="replace") as lines:
-        totals = add_up(lines)
+        totals = shadow.report(lines)
     if not totals["calls"]:
         raise InputError(f"{log} holds no line of shadow mode. Log rsrank_rag.shadow at INFO.")
     screen.print(
         f"{totals['calls']:,} calls, {totals['none_relevant']:,} with nothing above the threshold\n"
         f"{totals['documents']:,} documents, {totals['dropped']:.1%} would have been dropped\n"
         f"about {totals['tokens_saved']:,} tokens would have been saved\n"
-        f"{totals['near']:.1%} of the scores are within {NEAR:g} of the threshold"
+        f"{totals['near']:.1%} of the scores are within {shadow.NEAR:g} of the threshold"
     )
 
 
@@ -105,32 +103,24 @@ def evaluate(
 
     `rsrank evaluate --data dev.jsonl.gz --model mini --model bm25 --report report`
     """
-    from ..evaluation.datasets import read_sets
-    from ..evaluation.evaluate import recommend, score_dataset
-    from ..evaluation.report import check_report, write_report
-
     # What is missing is an error before the work.
-    ranking_metrics([])
+    ranking_measures([])
     if report is not None:
         check_report(report)
     model = list(dict.fromkeys(model))
     for name in model:
         parse(name)
     sets = read_sets(data)
-    measured = []
-    for name in model:
-        with problems.status(f"Loading {name} ..."):
-            system = load_reranker(ModelSource(name, revision, load))
-        scored = {}
-        for title, queries in sets.items():
-            shown = track(queries, f"{name}, {title}", console=problems, transient=True)
-            scored[title] = score_dataset(system, shown)
-        measured.append(_measured(name, system.threshold, threshold, scored))
-    records = [_record(one, title) for one in measured for title in sets]
+    measured = [_measure(ModelSource(name, revision, load), sets, threshold) for name in model]
     if report is not None:
         with problems.status("Writing the report ..."):
             write_report(report, measured, sets)
         problems.print(f"Report: {report / 'index.html'}", soft_wrap=True)
+    records: list[dict[str, Any]] = []
+    for one in measured:
+        for title, queries in one.scored.items():
+            about = {"model": one.name, "dataset": title, "threshold": one.threshold}
+            records.append({**about, **summarise(queries, threshold=one.threshold)})
     if as_json:
         typer.echo(json.dumps(records, ensure_ascii=False, indent=2))
         return
@@ -142,38 +132,29 @@ def evaluate(
         screen.print(recommend(pooled, threshold=one.threshold))
 
 
-def _measured(
-    name: str,
-    native: float | None,
-    threshold: float | None,
-    scored: Mapping[str, Sequence[ScoredQuery]],
+def _measure(
+    source: ModelSource, sets: Mapping[str, Sequence[LabelledQuery]], threshold: float | None
 ) -> Measured:
-    """A system's scores with the threshold in use, and where that comes from."""
-    from ..evaluation.comparison import Measured
-    from ..evaluation.evaluate import shared_threshold
-
+    """A system's scores, and the threshold: as given, its own, or the best over all files."""
+    name = source.name
+    with problems.status(f"Loading {name} ..."):
+        system = load_reranker(source)
+    scored = {}
+    for title, queries in sets.items():
+        shown = track(queries, f"{name}, {title}", console=problems, transient=True)
+        scored[title] = score_dataset(system, shown)
     if threshold is not None:
         return Measured(name, threshold, "given", scored)
-    if native is not None:
-        return Measured(name, native, "native", scored)
-    origin = "the best over all files; this system has no native threshold"
+    if system.threshold is not None:
+        return Measured(name, system.threshold, "native", scored)
     best = shared_threshold(list(scored.values()))
+    origin = "the best over all files; this system has no native threshold"
     problems.print(f"{name}: threshold {plain(best)} is {origin}.", soft_wrap=True)
     return Measured(name, best, origin, scored)
 
 
-def _record(system: Measured, title: str) -> dict[str, Any]:
-    from ..evaluation.evaluate import summarise
-
-    summary = summarise(system.scored[title], threshold=system.threshold)
-    about = {"model": system.name, "dataset": title, "threshold": system.threshold}
-    return {**about, **summary}
-
-
 def rules_table(name: str, scored: Sequence[ScoredQuery], threshold: float) -> Table:
     """What the threshold and its alternatives keep, over all queries of all sets."""
-    from ..evaluation.evaluate import describe_rule
-
     title = Text(f"{name}: the threshold and what could stand instead, over all queries")
     table = Table("rule", title=title, title_justify="left")
     for heading in ("F1", "answers lost", "kept a query"):
@@ -181,17 +162,13 @@ def rules_table(name: str, scored: Sequence[ScoredQuery], threshold: float) -> T
     answerable = sum(any(query.relevant) for query in scored)
     for rule in rules(threshold).values():
         result = apply_rule(scored, rule)
-        table.add_row(
-            describe_rule(rule),
-            plain(result.f1),
-            f"{result.left_with_nothing} of {answerable}",
-            plain(result.kept_per_query),
-        )
+        lost = f"{result.left_with_nothing} of {answerable}"
+        table.add_row(str(rule), plain(result.f1), lost, plain(result.kept_per_query))
     return table
 
 
 def file_table(title: str, records: Sequence[Mapping[str, Any]]) -> Table:
-    """A row for each metric of a file, and a column for each system; `_record` makes a record."""
+    """A row for each metric of a file, and a column for each system; `summarise` makes a record."""
     table = Table(title=Text(title, overflow="fold"), title_justify="left")
     table.add_column()
     for record in records:

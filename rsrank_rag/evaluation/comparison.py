@@ -2,20 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, starmap
+
+import numpy as np
 
 from .. import __version__
 from .datasets import LabelledQuery
-from .evaluate import query_metrics
-from .metrics import ScoredQuery, best_threshold
-from .statistics import (
-    LEVEL,
-    RESAMPLES,
-    Estimate,
-    Record,
-    estimate_mean,
-    paired_differences,
-)
+from .metrics import Rule, ScoredQuery, best_threshold, ranking_measures, selection_measures
+from .statistics import LEVEL, RESAMPLES, Estimate, Record, estimate_mean
 
 # What is measured of each query and in the mean, and its heading.
 METRICS = {
@@ -106,12 +100,11 @@ def compare(systems: Sequence[Measured], sets: Mapping[str, Sequence[LabelledQue
         MissingDependencyError: ir-measures is not installed.
     """
     results = [_system(system, sets) for system in systems]
-    differences = [_difference(*pair) for pair in combinations(results, 2)]
     labels = {name: tuple(map(_labels, queries)) for name, queries in sets.items()}
     return Comparison(
         labels=labels,
         systems=tuple(results),
-        differences=tuple(differences),
+        differences=tuple(starmap(_difference, combinations(results, 2))),
     )
 
 
@@ -127,25 +120,30 @@ def _system(system: Measured, sets: Mapping[str, Sequence[LabelledQuery]]) -> Sy
     results = {}
     for name, labelled in sets.items():
         queries = system.scored[name]
-        values = query_metrics(queries, system.threshold)
+        tau_best, _ = best_threshold(queries)
+        at_threshold = selection_measures(queries, Rule(system.threshold))
+        values = {
+            **ranking_measures(queries),
+            "f1@tau": at_threshold["f1"],
+            "f1@best": selection_measures(queries, Rule(tau_best))["f1"],
+        }
         rows = []
-        for number, (label, query) in enumerate(zip(labelled, queries, strict=True)):
+        for number, query in enumerate(queries):
             row = QueryResult(
-                id=label.id,
+                id=labelled[number].id,
                 scores=tuple(query.scores),
-                kept=int(values["kept_per_query"][number]),
+                kept=int(at_threshold["kept"][number]),
                 metrics={metric: values[metric][number] for metric in METRICS},
             )
             rows.append(row)
         results[name] = SetResult(
             metrics={metric: estimate_mean(values[metric]) for metric in METRICS},
-            tau_best=best_threshold(queries)[0],
+            tau_best=tau_best,
             queries=tuple(rows),
         )
     metrics = {}
     for metric in METRICS:
-        by_set = [result.values(metric) for result in results.values()]
-        metrics[metric] = estimate_mean(*by_set)
+        metrics[metric] = estimate_mean(*[result.values(metric) for result in results.values()])
     return SystemResult(
         name=system.name,
         threshold=system.threshold,
@@ -162,7 +160,7 @@ def _difference(first: SystemResult, second: SystemResult) -> Difference:
         by_set = []
         for name, estimates in sets.items():
             values = first.sets[name].values(metric)
-            differences = paired_differences(values, second.sets[name].values(metric))
+            differences = np.subtract(values, second.sets[name].values(metric))
             estimates[metric] = estimate_mean(differences)
             by_set.append(differences)
         means[metric] = estimate_mean(*by_set)

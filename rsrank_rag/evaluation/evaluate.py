@@ -13,13 +13,9 @@ from .metrics import (
     ScoredQuery,
     apply_rule,
     best_threshold,
-    f1_at,
-    mean,
-    plain,
     present_means,
-    ranking_by_query,
+    ranking_measures,
     rules,
-    select,
     selection_measures,
 )
 from .unanswerable import auroc, best_scores, false_accepts
@@ -52,26 +48,11 @@ def score_dataset(
     return scored
 
 
-def query_metrics(scored: Sequence[ScoredQuery], threshold: float) -> dict[str, list[float]]:
-    """Metrics of each query: of the ranking, of what is above the threshold, of the best threshold.
-
-    The best threshold is that of the set, for ``f1@best``.
-    """
-    selections = [select(query, Rule(threshold)) for query in scored]
-    tau_best, _ = best_threshold(scored)
-    return {
-        **ranking_by_query(scored),
-        "f1@tau": [one.f1 for one in selections],
-        "kept_per_query": [one.kept for one in selections],
-        "f1@best": [f1_at(query, tau_best) for query in scored],
-    }
-
-
 def summarise(scored: Sequence[ScoredQuery], *, threshold: float = 0.0) -> dict[str, Any]:
     """All metrics of one scored set, under the names of ``rsrank evaluate --json``.
 
     Args:
-        scored: Scored queries.
+        scored: Scored queries, at least one.
         threshold: Documents are kept if they score above it.
 
     Returns:
@@ -87,57 +68,34 @@ def summarise(scored: Sequence[ScoredQuery], *, threshold: float = 0.0) -> dict[
         other rule of `rules`, such as ``top1``: ``top1_f1``, ``top1_left_with_nothing`` and
         ``top1_kept_per_query``.
     """
-    values = query_metrics(scored, threshold)
-    kept = values["kept_per_query"]
-    false_keeps = []
-    for query, count in zip(scored, kept, strict=True):
-        if not any(query.relevant):
-            false_keeps.append(count)
+    values = selection_measures(scored, Rule(threshold))
+    unanswerable = np.isnan(values["recall"])
+    false_keeps = np.where(unanswerable, values["kept"], np.nan)
+    means = present_means({**values, **ranking_measures(scored), "false_keeps": false_keeps})
+    tau_best, f1_best = best_threshold(scored)
     best = best_scores(scored)
-    averages = present_means(selection_measures(scored, np.array([threshold])))
     summary: dict[str, Any] = {
         "queries": len(scored),
-        **{name: mean(numbers) for name, numbers in values.items()},
-        "precision@tau": averages.get("precision"),
-        "recall@tau": averages.get("recall"),
-        "tau_best": best_threshold(scored)[0],
-        "empty": mean([count == 0 for count in kept]),
-        "answerable": len(scored) - len(false_keeps),
-        "left_with_nothing": apply_rule(scored, Rule(threshold)).left_with_nothing,
-        "false_keeps": None,
+        "ndcg@5": means["ndcg@5"],
+        "recall@5": means["recall@5"],
+        "f1@tau": means["f1"],
+        "kept_per_query": means["kept"],
+        "f1@best": f1_best,
+        "precision@tau": means.get("precision"),
+        "recall@tau": means.get("recall"),
+        "tau_best": tau_best,
+        "empty": float(np.mean(values["kept"] == 0)),
+        "answerable": int(np.sum(~unanswerable)),
+        "left_with_nothing": int(np.nansum(values["left_with_nothing"])),
+        "false_keeps": means.get("false_keeps"),
         "auroc": auroc(*best),
         "false_accepts@90": false_accepts(*best),
     }
-    if false_keeps:
-        summary["false_keeps"] = mean(false_keeps)
     for name, rule in rules(threshold).items():
         if name != "tau":
-            result = apply_rule(scored, rule)
-            summary |= {f"{name}_{key}": value for key, value in result._asdict().items()}
+            for key, value in apply_rule(scored, rule)._asdict().items():
+                summary[f"{name}_{key}"] = value
     return summary
-
-
-def describe_rule(rule: Rule) -> str:
-    """A rule in words.
-
-    >>> describe_rule(Rule(0.0)), describe_rule(Rule(0.0, top_n=3, min_docs=1))
-    ('zero', 'top 3 above zero with min_docs=1')
-    >>> describe_rule(Rule(top_n=3)), describe_rule(Rule(top_n=1, by_score=False))
-    ('top 3', "first 1 in the file's order")
-    """
-    if not rule.by_score:
-        return f"first {rule.top_n} in the file's order"
-    if rule.threshold is None:
-        return f"top {rule.top_n}"
-    number = plain(rule.threshold)
-    words = "zero"
-    if number != "0":
-        words = f"threshold {number}"
-    if rule.top_n is not None:
-        words = f"top {rule.top_n} above {words}"
-    if rule.min_docs:
-        words = f"{words} with min_docs={rule.min_docs}"
-    return words
 
 
 def recommend(scored: Sequence[ScoredQuery], *, threshold: float = 0.0) -> str:
@@ -151,20 +109,20 @@ def recommend(scored: Sequence[ScoredQuery], *, threshold: float = 0.0) -> str:
     answerable = sum(any(query.relevant) for query in scored)
     if not answerable:
         return "No query has a relevant passage, so no answer can be lost and no rule is advised."
-    candidates = {name: rule for name, rule in rules(threshold).items() if rule.by_score}
-    results = {name: apply_rule(scored, rule) for name, rule in candidates.items()}
+    candidates = rules(threshold)
+    results = {rule: apply_rule(scored, rule) for rule in candidates.values() if rule.by_score}
     fewest = min(result.left_with_nothing for result in results.values())
     limit = max(TOLERATED_LOSS * answerable, fewest)
-    tolerated = [name for name, one in results.items() if one.left_with_nothing <= limit]
-    best = max(tolerated, key=lambda name: results[name].f1)
+    tolerated = [rule for rule, result in results.items() if result.left_with_nothing <= limit]
+    best = max(tolerated, key=lambda rule: results[rule].f1)
     # The threshold alone is compared with its safest alternative.
-    other = "tau_top5_min1" if best == "tau" else "tau"
-    best_words = f"{describe_rule(candidates[best])} loses {results[best].left_with_nothing}"
-    other_words = f"{describe_rule(candidates[other])} loses {results[other].left_with_nothing}"
+    other = candidates["tau"]
+    if best == other:
+        other = candidates["tau_top5_min1"]
     return (
-        f"On these queries {best_words} of {answerable} answers and keeps "
-        f"{results[best].kept_per_query:.2f} passages a query; {other_words} and keeps "
-        f"{results[other].kept_per_query:.2f}."
+        f"On these queries {best} loses {results[best].left_with_nothing} of {answerable} answers "
+        f"and keeps {results[best].kept_per_query:.2f} passages a query; {other} loses "
+        f"{results[other].left_with_nothing} and keeps {results[other].kept_per_query:.2f}."
     )
 
 

@@ -1,6 +1,6 @@
 """Ranking quality (through ir-measures) and selection quality (what a rule keeps), query by query.
 
-Metrics are computed for each query and then averaged over the queries. Precision counts those that
+Measures are computed for each query and then averaged over the queries. Precision counts those that
 keep a document, recall those with a relevant one. F1 and ranking count all: one for which nothing
 relevant is kept counts 0, and so does one without documents; F1 is 1 where nothing is relevant and
 nothing is kept. Equal scores rank by input order.
@@ -16,6 +16,9 @@ import numpy as np
 from ..errors import InputError, required
 from ..reranker import BLANK_SCORE
 from .statistics import Array, mean_present
+
+# Means that differ by less are equal.
+ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +50,6 @@ def best_first(scores: Sequence[float]) -> list[int]:
     return sorted(range(len(scores)), key=lambda place: -scores[place])
 
 
-def mean(values: Sequence[float]) -> float:
-    """The mean; 0 for an empty sequence."""
-    return math.fsum(values) / max(len(values), 1)
-
-
 def plain(value: float | None) -> str:
     """A number of at most three decimals, without a sign before zero.
 
@@ -63,20 +61,11 @@ def plain(value: float | None) -> str:
     return f"{round(value, 3) + 0.0:.10g}"
 
 
-def f1(kept_relevant: int, kept: int, relevant: int) -> float:
-    """Harmonic mean of precision and recall; 1 if nothing is relevant and nothing is kept.
-
-    >>> f1(kept_relevant=1, kept=2, relevant=2), f1(0, 0, 3), f1(0, 0, 0)
-    (0.5, 0.0, 1.0)
-    """
-    if kept + relevant == 0:
-        return 1.0
-    return 2 * kept_relevant / (kept + relevant)
-
-
 @dataclass(frozen=True)
 class Rule:
     """Which documents of a query are kept, as the arguments of `Reranker.rank` say it.
+
+    ``str(rule)`` says it in words.
 
     Attributes:
         threshold: Keep what scores above it; None keeps every document.
@@ -84,6 +73,11 @@ class Rule:
         min_docs: Keep at least the best this many, even below the threshold.
         by_score: Whether documents are taken best first. If not, they are taken in input order,
             which is the retriever's order if the file was written so.
+
+    >>> str(Rule(0.0)), str(Rule(0.5, top_n=3, min_docs=1))
+    ('zero', 'top 3 above threshold 0.5 with min_docs=1')
+    >>> str(Rule(top_n=3)), str(Rule(top_n=1, by_score=False))
+    ('top 3', "first 1 in the file's order")
     """
 
     threshold: float | None = None
@@ -91,10 +85,25 @@ class Rule:
     min_docs: int = 0
     by_score: bool = True
 
-    def kept(self, scores: Sequence[float]) -> list[int]:
+    def __str__(self) -> str:
+        if not self.by_score:
+            return f"first {self.top_n} in the file's order"
+        if self.threshold is None:
+            return f"top {self.top_n}"
+        number = plain(self.threshold)
+        words = "zero"
+        if number != "0":
+            words = f"threshold {number}"
+        if self.top_n is not None:
+            words = f"top {self.top_n} above {words}"
+        if self.min_docs:
+            words = f"{words} with min_docs={self.min_docs}"
+        return words
+
+    def select(self, scores: Sequence[float]) -> list[int]:
         """Positions of the documents that are kept, in the order in which they are taken.
 
-        >>> Rule(threshold=0.0, min_docs=1, top_n=2).kept([-1.0, -3.0])
+        >>> Rule(threshold=0.0, min_docs=1, top_n=2).select([-1.0, -3.0])
         [0]
         """
         order = list(range(len(scores)))
@@ -104,9 +113,7 @@ class Rule:
         if self.threshold is not None:
             above = sum(score > self.threshold and score != BLANK_SCORE for score in scores)
             count = max(above, self.min_docs)
-        if self.top_n is not None:
-            count = min(count, self.top_n)
-        return order[:count]
+        return order[:count][: self.top_n]
 
 
 def rules(threshold: float) -> dict[str, Rule]:
@@ -131,28 +138,36 @@ def rules(threshold: float) -> dict[str, Rule]:
     }
 
 
-class Selection(NamedTuple):
-    """How good the documents are that a rule keeps of one query."""
+def selection_measures(queries: Sequence[ScoredQuery], rule: Rule) -> dict[str, Array]:
+    """Measures of what a rule keeps of each query, (queries,); NaN where one means nothing.
 
-    f1: float  # 1 if nothing is relevant and nothing is kept; 0 without documents to choose from
-    kept: int  # number of documents
-    left_with_nothing: bool  # whether a document is relevant and no relevant one is kept
+    ``kept``: number of documents. ``precision``, NaN if nothing is kept. ``recall`` and
+    ``left_with_nothing`` (1 if nothing relevant is kept), NaN if nothing is relevant. ``f1``.
+    """
+    counts = np.zeros((len(queries), 4))
+    for row, query in zip(counts, queries, strict=True):
+        places = rule.select(query.scores)
+        relevant_kept = sum(query.relevant[place] for place in places)
+        row[:] = len(places), relevant_kept, sum(query.relevant), len(query.scores)
+    kept, hits, relevant, documents = counts.T
+    return {"kept": kept, **_measures(kept, hits, relevant, documents)}
 
 
-def select(query: ScoredQuery, rule: Rule) -> Selection:
-    """Apply a rule to a query's scores and compare what it keeps with the labels."""
-    kept = rule.kept(query.scores)
-    hits = sum(query.relevant[place] for place in kept)
-    relevant = sum(query.relevant)
-    value = 0.0
-    if query.scores:
-        value = f1(hits, len(kept), relevant)
-    return Selection(value, len(kept), relevant > 0 and hits == 0)
+def _measures(kept: Array, hits: Array, relevant: Array, documents: Array) -> dict[str, Array]:
+    """Measures of numbers of documents: kept, kept and relevant, relevant, and all."""
+    with np.errstate(invalid="ignore"):
+        f1 = np.nan_to_num(2 * hits / (kept + relevant), nan=1.0)
+        return {
+            "precision": hits / kept,
+            "recall": hits / relevant,
+            "f1": np.where(documents == 0, 0.0, f1),
+            "left_with_nothing": np.where(relevant > 0, hits == 0, np.nan),
+        }
 
 
 def f1_at(query: ScoredQuery, threshold: float) -> float:
     """F1 of the documents that score above the threshold."""
-    return select(query, Rule(threshold)).f1
+    return float(selection_measures([query], Rule(threshold))["f1"][0])
 
 
 class RuleResult(NamedTuple):
@@ -165,12 +180,71 @@ class RuleResult(NamedTuple):
 
 def apply_rule(queries: Sequence[ScoredQuery], rule: Rule) -> RuleResult:
     """Mean F1, queries left with nothing, and documents kept of each query."""
-    selections = [select(query, rule) for query in queries]
-    return RuleResult(
-        mean([one.f1 for one in selections]),
-        sum(one.left_with_nothing for one in selections),
-        mean([one.kept for one in selections]),
-    )
+    values = selection_measures(queries, rule)
+    lost = int(np.nansum(values["left_with_nothing"]))
+    return RuleResult(float(values["f1"].mean()), lost, float(values["kept"].mean()))
+
+
+class ThresholdSweep:
+    """The mean of one of `selection_measures` at every threshold that makes a difference.
+
+    From one threshold to the next, one document more is kept, so each step changes one query.
+
+    Args:
+        queries: Scored queries.
+        metric: ``precision``, ``recall``, ``f1`` or ``left_with_nothing``.
+    """
+
+    def __init__(self, queries: Sequence[ScoredQuery], metric: str) -> None:
+        start = []
+        documents = []
+        for number, query in enumerate(queries):
+            labels = np.array(query.relevant, dtype=float)[best_first(query.scores)]
+            count = len(labels)
+            kept = np.arange(count + 1.0)
+            hits = np.append(0.0, labels.cumsum())
+            values = _measures(kept, hits, labels.sum(), np.array(count))[metric]
+            # The measure, 0 for none, and whether there is one.
+            columns = np.stack([np.nan_to_num(values), ~np.isnan(values)])
+            start.append(columns[:, 0])
+            scores = sorted(query.scores, reverse=True)
+            documents.append(np.vstack([scores, np.full(count, number), np.diff(columns)]))
+        table = np.hstack(documents)
+        table = table[:, np.argsort(-table[0], kind="stable")]
+        # (2, queries): with nothing kept.
+        self._start = np.transpose(start)
+        # By document, best first: its score, its query's number, and what changes, (2, documents).
+        self._scores = table[0]
+        self._queries = table[1].astype(int)
+        self._changes = table[2:]
+
+    def means(self, weights: Array | None = None) -> tuple[Array, Array]:
+        """Thresholds from the highest to the lowest, and the mean at each; NaN where none has one.
+
+        The thresholds are the highest score (nothing is kept), numbers halfway between two
+        scores, and the next number below the lowest score (everything is kept). So they scale and
+        move with the scores.
+
+        Args:
+            weights: How often each query counts, (queries,); None for once each. Scores of
+                a query that counts 0 make no threshold.
+        """
+        if weights is None:
+            weights = np.ones(self._start.shape[1])
+        weight = weights[self._queries]
+        scores = self._scores[weight > 0]
+        steps = (self._changes * weight)[:, weight > 0]
+        totals = np.cumsum(np.column_stack([self._start @ weights, steps]), axis=1)
+        # Documents with equal scores are kept together: the last of each counts.
+        last = np.flatnonzero(np.diff(scores, append=-np.inf))
+        scores = scores[last]
+        next_below = np.nextafter(scores, -np.inf)
+        # Halfway between neighbouring numbers there is no other number.
+        between = np.minimum((scores[:-1] + scores[1:]) / 2, next_below[:-1])
+        thresholds = np.concatenate([np.append(scores, 0.0)[:1], between, next_below[-1:]])
+        value, count = totals[:, np.append(0, last + 1)]
+        with np.errstate(invalid="ignore"):
+            return thresholds, value / count
 
 
 def best_threshold(
@@ -178,62 +252,23 @@ def best_threshold(
 ) -> tuple[float, float]:
     """The single threshold with the highest mean F1 over all queries, and the mean F1 there.
 
-    The search is exact: lowering the threshold past one document changes one query's F1.
+    The search is exact. Of several equally good thresholds it is the highest, see `ThresholdSweep`.
 
     Args:
         queries: Scored queries.
         weights: The weight of each query in the mean; None weighs all the same.
 
-    Returns:
-        The threshold and the mean F1. The threshold lies halfway between the last score that is
-        kept and the first that is not. It is the highest score if keeping nothing is best, and the
-        next number below the lowest score if keeping everything is, so that it scales and moves
-        with the scores. Of several equally good thresholds it is the highest.
-
     >>> first = ScoredQuery([3.0, 1.0], [True, False])
     >>> best_threshold([first, ScoredQuery([2.0, 0.0], [True, False])])
     (1.5, 1.0)
     """
-    if weights is None:
-        weights = [1.0] * len(queries)
-    documents = []
-    values = []
-    for row, query in enumerate(queries):
-        values.append(f1_at(query, math.inf) * weights[row])
-        for score, label in zip(query.scores, query.relevant, strict=True):
-            documents.append((score, label, row))
-    if not documents:
-        return 0.0, mean(values)
-    documents.sort(key=lambda document: -document[0])
-    relevant = [sum(query.relevant) for query in queries]
-    kept = [0] * len(queries)
-    hits = [0] * len(queries)
-    best = documents[0][0]
-    total = math.fsum(values)
-    best_total = total
-    next_scores = [score for score, _, _ in documents[1:]]
-    next_scores.append(math.nextafter(documents[-1][0], -math.inf))
-    for (score, label, row), next_score in zip(documents, next_scores, strict=True):
-        kept[row] += 1
-        hits[row] += label
-        value = f1(hits[row], kept[row], relevant[row]) * weights[row]
-        total += value - values[row]
-        values[row] = value
-        if next_score < score and total > best_total + 1e-12:
-            best = (score + next_score) / 2
-            # Halfway between neighbouring numbers there is no other number.
-            if best >= score:
-                best = next_score
-            best_total = total
-    return best, best_total / math.fsum(weights)
+    by_query = None if weights is None else np.array(weights)
+    thresholds, means = ThresholdSweep(queries, "f1").means(by_query)
+    best = int(np.argmax(means >= means.max() - ROUNDING))
+    return float(thresholds[best]), float(means[best])
 
 
-def ranking_metrics(queries: Sequence[ScoredQuery]) -> dict[str, float]:
-    """nDCG@5 and Recall@5 in the mean over queries, named ``ndcg@5`` and ``recall@5``."""
-    return {name: mean(values) for name, values in ranking_by_query(queries).items()}
-
-
-def ranking_by_query(queries: Sequence[ScoredQuery]) -> dict[str, list[float]]:
+def ranking_measures(queries: Sequence[ScoredQuery]) -> dict[str, Array]:
     """nDCG@5 and Recall@5 of each query by ir-measures; 0 for a query without relevant documents.
 
     Raises:
@@ -247,49 +282,17 @@ def ranking_by_query(queries: Sequence[ScoredQuery]) -> dict[str, list[float]]:
         # Ranks instead of scores: ir-measures would order equal scores in its own way.
         run[str(number)] = {str(place): float(-rank) for rank, place in enumerate(order)}
         qrels[str(number)] = {str(place): int(label) for place, label in enumerate(query.relevant)}
-    measures = {"ndcg@5": ir_measures.nDCG @ 5, "recall@5": ir_measures.R @ 5}
-    values = {name: [0.0] * len(queries) for name in measures}
-    names = {measure: name for name, measure in measures.items()}
-    for metric in ir_measures.iter_calc(measures.values(), qrels, run):
-        values[names[metric.measure]][int(metric.query_id)] = float(metric.value)
+    names = {ir_measures.nDCG @ 5: "ndcg@5", ir_measures.R @ 5: "recall@5"}
+    values = {name: np.zeros(len(queries)) for name in names.values()}
+    for metric in ir_measures.iter_calc(names, qrels, run):
+        values[names[metric.measure]][int(metric.query_id)] = metric.value
     return values
-
-
-def selection_measures(queries: Sequence[ScoredQuery], thresholds: Array) -> Mapping[str, Array]:
-    """Each query's measures at each threshold, (queries, thresholds); NaN where one means nothing.
-
-    An empty list has no precision, and a query without a relevant document has no recall. Its F1
-    is 1 where nothing is kept. A query without documents has an F1 of 0.
-    """
-    shape = len(queries), len(thresholds)
-    kept = np.zeros(shape)
-    hits = np.zeros(shape)
-    relevant = np.zeros((len(queries), 1))
-    empty = np.zeros((len(queries), 1), dtype=bool)
-    for row, query in enumerate(queries):
-        above = np.asarray(query.scores, dtype=float)[:, None] > thresholds
-        labels = np.asarray(query.relevant, dtype=bool)
-        kept[row] = above.sum(0)
-        hits[row] = above[labels].sum(0)
-        relevant[row] = labels.sum()
-        empty[row] = len(labels) == 0
-    with np.errstate(invalid="ignore"):
-        f1 = 2 * hits / (kept + relevant)
-        nothing = np.where(relevant > 0, hits == 0, np.nan)
-        measures = {"precision": hits / kept, "recall": hits / relevant}
-    measures["f1"] = np.where(empty, 0.0, np.nan_to_num(f1, nan=1.0))
-    measures["left_with_nothing"] = nothing
-    return measures
 
 
 def present_means(measures: Mapping[str, Array]) -> dict[str, float]:
-    """Means of the measures, (queries,) or (queries, 1), over the queries that have one.
+    """Means of measures, (queries,) each, over the queries that have one.
 
     A measure that means nothing for all queries is left out.
     """
-    values = {}
-    for name, by_query in measures.items():
-        mean = mean_present(by_query).item()
-        if not math.isnan(mean):
-            values[name] = mean
-    return values
+    means = {name: float(mean_present(values)) for name, values in measures.items()}
+    return {name: value for name, value in means.items() if not math.isnan(value)}

@@ -11,22 +11,10 @@ from ..errors import InputError, required
 from ..partial_files import write_text
 from ..reranker import BLANK_SCORE
 from . import plots
-from .comparison import (
-    METRICS,
-    Comparison,
-    Measured,
-    QueryResult,
-    compare,
-)
+from .comparison import METRICS, Comparison, Measured, QueryResult, compare
 from .datasets import LabelledQuery
-from .evaluate import describe_rule, recommend
-from .metrics import (
-    apply_rule,
-    best_first,
-    plain,
-    ranking_metrics,
-    rules,
-)
+from .evaluate import recommend
+from .metrics import apply_rule, best_first, plain, ranking_measures, rules
 from .unanswerable import auroc, best_scores, false_accepts
 
 if TYPE_CHECKING:
@@ -43,7 +31,7 @@ def check_report(folder: str | Path) -> None:
         InputError: The folder cannot be made.
         MissingDependencyError: A library that the report needs is not installed.
     """
-    ranking_metrics([])
+    ranking_measures([])
     plots.load_matplotlib()
     template(__package__, "report.html")
     try:
@@ -124,7 +112,7 @@ def rule_tables(systems: Sequence[Measured]) -> list[dict[str, Any]]:
                 {
                     "system": system.name,
                     "set": name,
-                    "rows": [(describe_rule(r), apply_rule(scored, r)) for r in alternatives],
+                    "rows": [(str(rule), apply_rule(scored, rule)) for rule in alternatives],
                     "answerable": len(best[0]),
                     "advice": recommend(scored, threshold=system.threshold),
                     "auroc": auroc(*best),

@@ -1,11 +1,9 @@
 """How sure a mean or a difference is: percentile bootstrap intervals over queries."""
 
-import statistics
-from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from pydantic import BaseModel, ConfigDict
 
 Array = NDArray[np.float64]
@@ -41,77 +39,70 @@ class Estimate(Record):
         return self.high is not None and self.high < value
 
 
-def estimate_mean(*samples: Sequence[float], resamples: int = RESAMPLES, seed: int = 0) -> Estimate:
-    """The mean of the samples' means, with its interval.
+def estimate_mean(*samples: ArrayLike, resamples: int = RESAMPLES, seed: int = 0) -> Estimate:
+    """The mean of the samples' means, with its interval; for the arguments see `bootstrap`."""
+    return estimate(bootstrap(*samples, resamples=resamples, seed=seed))
+
+
+def bootstrap(*samples: ArrayLike, resamples: int = RESAMPLES, seed: int = 0) -> Array:
+    """The mean of the samples' means, then the same of each bootstrap sample, (1 + resamples,).
 
     Args:
-        samples: One number for each query; for two systems, the paired differences. Several samples
+        samples: One number for each query, (queries,), NaN for a query without one. Several samples
             are several sets. Each set counts the same whatever its size, and is resampled by
             itself.
-        resamples: Number of bootstrap samples.
-        seed: The same numbers and the same seed give the same interval.
-
-    Raises:
-        ValueError: A sample is empty, or there is none.
+        resamples: Number of bootstrap samples. They are NaN if a set has fewer than two queries.
+        seed: The same seed draws the same queries. The difference of two results is therefore that
+            of paired samples.
     """
-    if not samples or not all(samples):
-        raise ValueError("estimate_mean needs samples with numbers in them.")
-    drawn = []
+    means = []
     for number, sample in enumerate(samples):
-        draws = resampled(len(sample), resamples, seed + number)
-        drawn.append(draws @ np.array(sample) / len(sample))
-    mean = statistics.fmean(map(statistics.fmean, samples))
-    return estimate(mean, np.mean(drawn, 0), min(map(len, samples)))
+        values = np.asarray(sample, dtype=float)
+        drawn = mean_present(values, resampled(len(values), resamples, seed + number))
+        if len(values) < 2:
+            drawn[1:] = np.nan
+        means.append(drawn)
+    total: Array = np.mean(means, axis=0)
+    return total
 
 
-def estimate(mean: float, drawn: Array, queries: int) -> Estimate:
-    """A mean with its interval; a single query has none.
+def estimate(drawn: Array) -> Estimate:
+    """A number with the middle 95% of its bootstrap samples.
 
     Args:
-        mean: Over all queries.
-        drawn: The mean of each bootstrap sample.
-        queries: Number of queries.
+        drawn: The number, then its value in each bootstrap sample, NaN for a sample without one.
     """
-    if queries < 2:
+    mean = float(drawn[0])
+    present = drawn[1:][~np.isnan(drawn[1:])]
+    if not len(present):
         return Estimate(mean=mean, low=None, high=None)
-    low, high = interval(drawn)
+    tail = 50 * (1 - LEVEL)
+    low, high = np.percentile(present, [tail, 100 - tail])
     # The bounds and the mean of equal numbers may differ by rounding.
     return Estimate(mean=mean, low=min(low, mean), high=max(high, mean))
 
 
 @lru_cache(maxsize=4)
 def resampled(count: int, resamples: int = RESAMPLES, seed: int = 0) -> Array:
-    """How often each of so many queries is drawn, (resamples, queries), in a seeded bootstrap."""
+    """How often each of so many queries counts, (1 + resamples, queries): once, then as drawn."""
     generator = np.random.default_rng(seed)
-    return generator.multinomial(count, np.full(count, 1 / count), resamples).astype(float)
+    drawn = generator.multinomial(count, np.full(count, 1 / count), resamples)
+    return np.vstack([np.ones(count), drawn])
 
 
-def mean_present(values: Array, draws: Array | None = None) -> Array:
+def mean_present(values: Array, weights: Array | None = None) -> Array:
     """Means over the queries that have a value; NaN where none has one.
 
     Args:
-        values: One for each query, (queries, ...), NaN for none.
-        draws: How often each query counts, (samples, queries); None for once each.
+        values: One for each query, (queries,), NaN for none.
+        weights: How often each query counts, (queries,) or (samples, queries); None for once each.
 
     Returns:
-        (...), or (samples, ...) with draws.
+        One mean, or one for each sample.
     """
-    weights = draws
     if weights is None:
         weights = np.ones(len(values))
     present = ~np.isnan(values)
     with np.errstate(invalid="ignore"):
         mean: Array = weights @ np.where(present, values, 0.0) / (weights @ present)
     return mean
-
-
-def interval(drawn: Array) -> tuple[float, float]:
-    """Ends of the middle 95% of the drawn means that are numbers."""
-    tail = 50 * (1 - LEVEL)
-    low, high = np.nanpercentile(drawn, [tail, 100 - tail])
-    return float(low), float(high)
-
-
-def paired_differences(first: Sequence[float], second: Sequence[float]) -> list[float]:
-    """First minus second, query by query; ValueError if they differ in length."""
-    return [a - b for a, b in zip(first, second, strict=True)]

@@ -1,10 +1,11 @@
 """How well the best score tells lists with a relevant passage from lists without one."""
 
 import math
-from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
-from .metrics import ScoredQuery, mean
+import numpy as np
+
+from .metrics import ScoredQuery
 
 
 def best_scores(queries: Sequence[ScoredQuery]) -> tuple[list[float], list[float]]:
@@ -16,9 +17,8 @@ def best_scores(queries: Sequence[ScoredQuery]) -> tuple[list[float], list[float
     answerable = []
     unanswerable = []
     for query in queries:
-        irrelevant = [
-            score for score, label in zip(query.scores, query.relevant, strict=True) if not label
-        ]
+        pairs = zip(query.scores, query.relevant, strict=True)
+        irrelevant = [score for score, label in pairs if not label]
         if any(query.relevant):
             answerable.append(max(query.scores))
         if irrelevant:
@@ -36,9 +36,11 @@ def auroc(positives: Sequence[float], negatives: Sequence[float]) -> float | Non
     """
     if not positives or not negatives:
         return None
-    ordered = sorted(negatives)
-    wins = [(bisect_left(ordered, x) + bisect_right(ordered, x)) / 2 for x in positives]
-    return mean(wins) / len(negatives)
+    ordered = np.sort(negatives)
+    wins = np.searchsorted(ordered, positives, "left") + np.searchsorted(
+        ordered, positives, "right"
+    )
+    return float(wins.mean()) / 2 / len(negatives)
 
 
 def false_accepts(

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from ..errors import TrainingError
-from ..evaluation.metrics import f1_at, mean
+from ..evaluation.metrics import Rule, selection_measures
 from ..language_model.options import has_fast_bfloat16
 from ..method.projection import Projection
 from ..partial_files import write_text
@@ -150,7 +150,7 @@ def fit(
                 f"The loss is not finite in epoch {number}. Set a smaller fit.learning_rate."
             )
         rows = scored(validation, {"weight": weight.detach()}, device=where, precision=precision)
-        f1 = mean([f1_at(query, 0.0) for query in rows])
+        f1 = float(selection_measures(rows, Rule(0.0))["f1"].mean())
         values = dict(zip(("loss", *TERMS), means.tolist(), strict=True))
         epoch = Epoch(number, **values, learning_rate=float(rate), validation_f1=f1)
         history.append(epoch)

@@ -20,7 +20,7 @@ from ..artifact.identity import describe, folder_of, hashes
 from ..artifact.pretrained import open_model, open_on_torch
 from ..errors import InputError
 from ..evaluation.datasets import LabelledQuery
-from ..evaluation.metrics import present_means, ranking_metrics
+from ..evaluation.metrics import present_means, ranking_measures
 from ..language_model.options import ModelSource
 from ..language_model.weights import bits_of
 from ..method.backbone import Backbone
@@ -130,7 +130,7 @@ class TrainingRun:
                 few, or features or a checkpoint in the output folder belong to something else.
         """
         # Fails before the work, not after it, where ir-measures is missing.
-        ranking_metrics([])
+        ranking_measures([])
         features = on_gpu(self.extract(), device_for(self.recipe.model.device))
         model = self._model
         if model.config is None or model.projection is None:

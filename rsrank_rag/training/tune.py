@@ -1,6 +1,5 @@
 """A threshold for a wanted precision or recall, or the best F1, from labelled queries."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +13,15 @@ from ..artifact.config import INSIDE
 from ..errors import InputError, TrainingError
 from ..evaluation.datasets import read_labelled
 from ..evaluation.evaluate import score_dataset
-from ..evaluation.metrics import ScoredQuery, selection_measures
-from ..evaluation.statistics import Array, mean_present
+from ..evaluation.metrics import (
+    ROUNDING,
+    Rule,
+    ScoredQuery,
+    ThresholdSweep,
+    present_means,
+    selection_measures,
+)
+from ..evaluation.statistics import Array, Estimate, estimate, resampled
 from ..language_model.options import LoadOptions, ModelSource
 from ..partial_files import write_text
 from ..rsrank import RSRank
@@ -24,11 +30,6 @@ from .run import write_artifact
 from .verdict import MEASURES, Verdict, judge
 
 FOLDS = 5
-
-# All thresholds between two scores are tried, up to so many, evenly spread.
-MOST_THRESHOLDS = 2000
-
-ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,27 @@ class Goal:
             return f"the best {MEASURES[self.metric]}"
         return f"{self.metric} {self.value:g}"
 
+    def choose(self, sweep: ThresholdSweep, weights: Array | None = None) -> float:
+        """The threshold that reaches the goal, or else comes nearest to it.
+
+        For a precision it is the lowest threshold that reaches it, for a recall the highest, for F1
+        the highest of the best. NaN if the measure means nothing for the queries.
+
+        Args:
+            sweep: The goal's measure at all thresholds.
+            weights: How often each query counts, (queries,).
+        """
+        thresholds, means = sweep.means(weights)
+        wanted = np.fmax.reduce(means)
+        if self.value is not None:
+            wanted = min(wanted, self.value)
+        reached = thresholds[means >= wanted - ROUNDING]
+        if not len(reached):
+            return np.nan
+        if self.metric == "precision":
+            return float(reached[-1])
+        return float(reached[0])
+
 
 @dataclass(frozen=True)
 class Tuned:
@@ -55,8 +77,10 @@ class Tuned:
     goal: Goal
     # Reaches the goal on all queries, or comes nearest to it.
     threshold: float
-    # The threshold in use so far; minus infinity for a system without one, which keeps everything.
-    before: float
+    # The threshold with its bootstrap interval over queries.
+    estimate: Estimate
+    # The threshold in use so far; None for a system without one, which keeps everything.
+    before: float | None
     # The goal's measure on all queries, at the threshold in use so far and at the new one.
     value_before: float
     value: float
@@ -72,7 +96,7 @@ class Tuned:
     @property
     def is_judged(self) -> bool:
         """Whether two thresholds are compared by F1; another goal is paid for by other measures."""
-        return self.goal.value is None and math.isfinite(self.before)
+        return self.goal.value is None and self.before is not None
 
     @property
     def problem(self) -> str | None:
@@ -84,13 +108,15 @@ class Tuned:
                 f"highest {name} is {self.value:.3f}, at threshold {self.threshold:.3f}"
             )
         held_out = self.verdict.after.get(self.goal.metric)
+        if held_out is None:
+            return None
         if self.goal.value is None:
-            missed = self.goal.metric in self.verdict.losses
+            is_missed = self.goal.metric in self.verdict.losses
             wanted = f"the value {self.so_far}"
         else:
-            missed = held_out is not None and held_out.is_below(self.goal.value - ROUNDING)
+            is_missed = held_out.is_below(self.goal.value - ROUNDING)
             wanted = f"{self.goal.value:g}"
-        if not missed or held_out is None:
+        if not is_missed:
             return None
         return f"on queries that did not choose the threshold, {name} is {held_out}, below {wanted}"
 
@@ -102,7 +128,7 @@ class Tuned:
         if self.reached:
             aim = f"for {self.goal}"
         return (
-            f"Threshold {aim}: {self.threshold:.3f}. On the {self.verdict.queries} queries that "
+            f"Threshold {aim}: {self.estimate}. On the {self.verdict.queries} queries that "
             f"chose it {name} is {self.value:.3f}; {self.so_far} it is "
             f"{self.value_before:.3f}.{self._direction()}{self._on_other_queries()}"
         )
@@ -110,21 +136,20 @@ class Tuned:
     @property
     def so_far(self) -> str:
         """In words, what is kept without the new threshold."""
-        if math.isinf(self.before):
+        if self.before is None:
             return "with everything kept"
         return f"at the threshold so far, {self.before:g},"
 
     def _direction(self) -> str:
         """Why a precision lowers the threshold, or a recall raises it; empty if neither does."""
-        goal = self.goal
-        is_precision = goal.metric == "precision"
-        is_higher = self.threshold > self.before
-        surprises = self.threshold != self.before and is_higher != is_precision
-        if goal.value is None or not self.reached or not surprises or math.isinf(self.before):
+        if self.goal.value is None or self.before is None or not self.reached:
             return ""
-        words = ("highest", "above")
-        if is_precision:
+        if self.goal.metric == "precision" and self.threshold < self.before:
             words = ("lowest", "below")
+        elif self.goal.metric == "recall" and self.threshold > self.before:
+            words = ("highest", "above")
+        else:
+            return ""
         return (
             f" The {words[0]} threshold with {self.goal} or more is asked for, and it is "
             f"{words[1]} {self.before:g}."
@@ -144,43 +169,7 @@ class Tuned:
         return f" On queries that did not choose the threshold it is {held_out}: {words}."
 
 
-class Curves:
-    """Measures of each query at every threshold that makes a difference, (queries, thresholds)."""
-
-    def __init__(self, queries: Sequence[ScoredQuery]) -> None:
-        scores = np.unique(np.concatenate([np.asarray(query.scores) for query in queries]))
-        below = np.nextafter(scores[:1], -np.inf)
-        between = np.concatenate([below, (scores[:-1] + scores[1:]) / 2, scores[-1:]])
-        count = min(len(between), MOST_THRESHOLDS)
-        places = np.linspace(0, len(between) - 1, count).round().astype(int)
-        self.thresholds: Array = between[places]
-        self.measures = selection_measures(queries, self.thresholds)
-
-    def choose(self, goal: Goal) -> float:
-        """The threshold that reaches a goal, or else comes nearest to it.
-
-        For a precision it is the lowest threshold that reaches it, for a recall the highest, for F1
-        the highest of the best.
-
-        Raises:
-            TrainingError: The measure means nothing for these queries.
-        """
-        means = np.nan_to_num(mean_present(self.measures[goal.metric]), nan=-1.0)
-        wanted = means.max()
-        if wanted < 0:
-            raise TrainingError(
-                f"{MEASURES[goal.metric]} cannot be tuned: no query has a relevant document. Label "
-                "queries that have one."
-            )
-        if goal.value is not None:
-            wanted = min(wanted, goal.value)
-        reached = self.thresholds[means >= wanted - ROUNDING]
-        if goal.metric == "precision":
-            return float(reached[0])
-        return float(reached[-1])
-
-
-def find_threshold(queries: Sequence[ScoredQuery], goal: Goal, before: float = 0.0) -> Tuned:
+def find_threshold(queries: Sequence[ScoredQuery], goal: Goal, before: float | None = 0.0) -> Tuned:
     """The threshold that reaches a goal on scored queries, or comes nearest to it.
 
     Where the threshold in use so far keeps the same documents, it stays.
@@ -188,43 +177,42 @@ def find_threshold(queries: Sequence[ScoredQuery], goal: Goal, before: float = 0
     Args:
         queries: At least two, with scores and labels.
         goal: What the threshold should reach.
-        before: The threshold in use so far; minus infinity if everything is kept.
+        before: The threshold in use so far; None if everything is kept.
 
     Raises:
         TrainingError: There are fewer than two queries, or the goal means nothing for them.
     """
-    held_out, shifted = _cross_tuned(queries, goal)
-    threshold = Curves(queries).choose(goal)
-    scores = np.concatenate([query.scores for query in queries])
-    if np.array_equal(scores > threshold, scores > before) and np.isfinite(before):
-        threshold = before
-    both = selection_measures(queries, np.array([before, threshold]))
-    values = np.nan_to_num(mean_present(both[goal.metric]))
-    return Tuned(
-        goal=goal,
-        threshold=threshold,
-        before=before,
-        value_before=float(values[0]),
-        value=float(values[1]),
-        verdict=judge(held_out, shifted, (before, 0.0)),
-    )
-
-
-def _cross_tuned(
-    queries: Sequence[ScoredQuery], goal: Goal
-) -> tuple[list[ScoredQuery], list[ScoredQuery]]:
-    """The queries, and the same less a threshold that was chosen without them, fold by fold."""
-    held_out = []
-    shifted = []
+    sweep = ThresholdSweep(queries, goal.metric)
+    held_out: list[ScoredQuery] = []
+    shifted: list[ScoredQuery] = []
     for numbers in folds(len(queries), FOLDS):
-        others = [query for number, query in enumerate(queries) if number not in numbers]
-        threshold = Curves(others).choose(goal)
+        weights = np.ones(len(queries))
+        weights[numbers] = 0
+        threshold = goal.choose(sweep, weights)
+        if np.isnan(threshold):
+            raise TrainingError(
+                f"{MEASURES[goal.metric]} cannot be tuned: no query has a relevant document. Label "
+                "queries that have one."
+            )
         for number in numbers:
             query = queries[number]
             held_out.append(query)
             scores = [score - threshold for score in query.scores]
             shifted.append(ScoredQuery(scores, query.relevant))
-    return held_out, shifted
+    drawn = np.array([goal.choose(sweep, weights) for weights in resampled(len(queries))])
+    old = selection_measures(queries, Rule(before))
+    new = selection_measures(queries, Rule(drawn[0]))
+    if before is not None and np.array_equal(old["kept"], new["kept"]):
+        drawn[0] = before
+    return Tuned(
+        goal=goal,
+        threshold=float(drawn[0]),
+        estimate=estimate(drawn),
+        before=before,
+        value_before=present_means(old).get(goal.metric, 0.0),
+        value=present_means(new).get(goal.metric, 0.0),
+        verdict=judge(held_out, shifted, (before, 0.0)),
+    )
 
 
 def tune(
@@ -262,8 +250,7 @@ def tune(
     source = ModelSource(model, revision, load)
     ranker = systems.load(source)
     scored = score_dataset(ranker, queries)
-    before = -math.inf if ranker.threshold is None else ranker.threshold
-    tuned = find_threshold(scored, goal, before)
+    tuned = find_threshold(scored, goal, ranker.threshold)
     if tuned.problem and not force:
         return tuned
     note = f"Threshold for {goal} on {len(queries)} labelled queries of {data.name}."

@@ -8,17 +8,8 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
-import numpy as np
-
-from ..evaluation.metrics import ScoredQuery, ranking_by_query, selection_measures
-from ..evaluation.statistics import (
-    Array,
-    Estimate,
-    Record,
-    estimate,
-    mean_present,
-    resampled,
-)
+from ..evaluation.metrics import Rule, ScoredQuery, ranking_measures, selection_measures
+from ..evaluation.statistics import Array, Estimate, Record, bootstrap, estimate
 
 Outcome = Literal["better", "worse", "no difference beyond chance"]
 
@@ -124,35 +115,26 @@ class Verdict(Record):
 def judge(
     before: Sequence[ScoredQuery],
     after: Sequence[ScoredQuery],
-    thresholds: tuple[float, float] = (0.0, 0.0),
+    thresholds: tuple[float | None, float | None] = (0.0, 0.0),
 ) -> Verdict:
-    """Compare two scorings of the same queries, each with its threshold.
+    """Compare two scorings of the same queries, each with its threshold (None keeps everything).
 
     Needs ir-measures (the ``eval`` extra).
     """
     first = measure(before, thresholds[0])
     second = measure(after, thresholds[1])
-    count = len(before)
-    draws = resampled(count)
     estimates: dict[str, dict[str, Estimate]] = {"before": {}, "after": {}, "difference": {}}
     for name in MEASURES:
-        base = float(mean_present(first[name]))
-        other = float(mean_present(second[name]))
-        if np.isnan(other - base):
-            continue
-        base_drawn = mean_present(first[name], draws)
-        other_drawn = mean_present(second[name], draws)
-        estimates["before"][name] = estimate(base, base_drawn, count)
-        estimates["after"][name] = estimate(other, other_drawn, count)
-        change = estimate(other - base, other_drawn - base_drawn, count)
-        estimates["difference"][name] = change
-    return Verdict(queries=count, **estimates)
+        base = bootstrap(first[name])
+        other = bootstrap(second[name])
+        if not math.isnan(other[0] - base[0]):
+            estimates["before"][name] = estimate(base)
+            estimates["after"][name] = estimate(other)
+            estimates["difference"][name] = estimate(other - base)
+    return Verdict(queries=len(before), **estimates)
 
 
-def measure(queries: Sequence[ScoredQuery], threshold: float) -> dict[str, Array]:
-    """Each query's measures, (queries,), of what scores above a threshold."""
-    measures = selection_measures(queries, np.array([threshold]))
-    by_query = {"ndcg@5": np.array(ranking_by_query(queries)["ndcg@5"])}
-    for name, values in measures.items():
-        by_query[name] = values[:, 0]
-    return by_query
+def measure(queries: Sequence[ScoredQuery], threshold: float | None) -> dict[str, Array]:
+    """`MEASURES` of each query, (queries,), of what scores above a threshold."""
+    values = {**ranking_measures(queries), **selection_measures(queries, Rule(threshold))}
+    return {name: values[name] for name in MEASURES}

@@ -6,6 +6,7 @@ import math
 import sys
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,13 +22,14 @@ from rsrank_rag.evaluation.evaluate import (
 from rsrank_rag.evaluation.metrics import (
     Rule,
     ScoredQuery,
+    ThresholdSweep,
     apply_rule,
     best_threshold,
     f1_at,
-    ranking_by_query,
-    ranking_metrics,
+    present_means,
+    ranking_measures,
     rules,
-    select,
+    selection_measures,
 )
 from rsrank_rag.evaluation.systems.bm25 import BM25
 from rsrank_rag.reranker import Reranker
@@ -88,6 +90,21 @@ def test_the_best_threshold_equals_an_exhaustive_search(queries):
 
 
 @settings(max_examples=100, deadline=None)
+@given(query_lists, st.sampled_from(["precision", "recall", "f1", "left_with_nothing"]), st.data())
+def test_a_sweep_has_the_measures_mean_at_every_threshold_and_weighs_queries(queries, metric, data):
+    counts = st.lists(st.integers(0, 3), min_size=len(queries), max_size=len(queries))
+    weights = data.draw(counts.filter(any))
+    drawn = [query for query, count in zip(queries, weights, strict=True) for _ in range(count)]
+    thresholds, means = ThresholdSweep(queries, metric).means(np.array(weights, dtype=float))
+    scores = sorted({score for query in drawn for score in query.scores})
+    assert thresholds.tolist() == sorted(thresholds, reverse=True)
+    assert len(thresholds) == len(scores) + 1
+    for threshold, mean in zip(thresholds, means, strict=True):
+        values = selection_measures(drawn, Rule(threshold))
+        assert mean == pytest.approx(present_means(values).get(metric, math.nan), nan_ok=True)
+
+
+@settings(max_examples=100, deadline=None)
 @given(query_lists)
 def test_no_query_does_better_than_at_its_own_best_threshold(queries):
     threshold, _ = best_threshold(queries)
@@ -125,9 +142,9 @@ def test_ranking_metrics_equal_the_published_formulas():
     # Ranked labels: 1 0 1 0 0 | 1 ; three relevant, two of them within the first five.
     query = ScoredQuery([6.0, 5.0, 4.0, 3.0, 2.0, 1.0], [True, False, True, False, False, True])
     ideal = 1 + 1 / math.log2(3) + 1 / math.log2(4)
-    found = ranking_metrics([query])
-    assert found["ndcg@5"] == pytest.approx((1 + 1 / math.log2(4)) / ideal)
-    assert found["recall@5"] == pytest.approx(2 / 3)
+    found = ranking_measures([query])
+    assert found["ndcg@5"].item() == pytest.approx((1 + 1 / math.log2(4)) / ideal)
+    assert found["recall@5"].item() == pytest.approx(2 / 3)
 
 
 def test_equal_scores_rank_by_input_order():
@@ -135,27 +152,26 @@ def test_equal_scores_rank_by_input_order():
         ScoredQuery([1.0] * 7, [True] + [False] * 6),
         ScoredQuery([1.0] * 7, [False] * 6 + [True]),
     )
-    assert ranking_metrics([first])["recall@5"] == 1.0
-    assert ranking_metrics([last])["recall@5"] == 0.0
+    assert ranking_measures([first, last])["recall@5"].tolist() == [1.0, 0.0]
 
 
 def test_every_query_counts_in_the_mean_of_the_ranking_metrics():
     found, lost = ScoredQuery([1.0], [True]), ScoredQuery([1.0], [False])
-    assert ranking_metrics([found, lost])["ndcg@5"] == pytest.approx(1 / 2)
+    assert summarise([found, lost])["ndcg@5"] == pytest.approx(1 / 2)
 
 
-def test_the_mean_of_the_ranking_metrics_is_over_its_queries_values():
+def test_the_mean_of_the_ranking_measures_is_over_its_queries_values():
     queries = [MIXED, ScoredQuery([1.0], [False]), ScoredQuery([2.0, 1.0], [False, True])]
-    values = ranking_by_query(queries)
-    assert values["recall@5"] == [1.0, 0.0, 1.0]
+    values = ranking_measures(queries)
+    assert values["recall@5"].tolist() == [1.0, 0.0, 1.0]
     assert values["ndcg@5"][2] == pytest.approx(1 / math.log2(3))
-    assert ranking_metrics(queries)["ndcg@5"] == pytest.approx(math.fsum(values["ndcg@5"]) / 3)
+    assert summarise(queries)["ndcg@5"] == pytest.approx(math.fsum(values["ndcg@5"]) / 3)
 
 
 def test_missing_ir_measures_is_an_error_with_the_pip_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "ir_measures", None)
     with pytest.raises(MissingDependencyError, match=r"pip install .*\[eval\]"):
-        ranking_metrics([MIXED])
+        ranking_measures([MIXED])
 
 
 def test_a_title_stands_in_front_of_a_text_that_does_not_start_with_it():
@@ -302,9 +318,11 @@ NO_ANSWER = ScoredQuery([0.5, -0.5], [False, False])
 def test_a_rule_keeps_what_rank_would_keep_with_the_same_arguments(
     rule, kept, f1, left_with_nothing
 ):
-    assert rule.kept(BELOW.scores) == kept
-    one = select(BELOW, rule)
-    assert (one.f1, one.kept, one.left_with_nothing) == (f1, len(kept), left_with_nothing)
+    assert rule.select(BELOW.scores) == kept
+    values = selection_measures([BELOW], rule)
+    assert values["f1"].item() == f1
+    assert values["kept"].item() == len(kept)
+    assert values["left_with_nothing"].item() == left_with_nothing
 
 
 class Listed(Reranker):
@@ -326,12 +344,13 @@ def test_the_rules_of_an_evaluation_are_those_of_rank(name):
         top_n=rule.top_n,
         min_docs=rule.min_docs,
     )
-    assert [document.index for document in result] == rule.kept(BELOW.scores)
+    assert [document.index for document in result] == rule.select(BELOW.scores)
 
 
 def test_a_query_without_an_answer_is_never_left_with_nothing():
-    assert not select(NO_ANSWER, Rule(0.0)).left_with_nothing
-    assert not select(ScoredQuery([], []), Rule(0.0)).left_with_nothing
+    values = selection_measures([NO_ANSWER, ScoredQuery([], [])], Rule(0.0))
+    assert np.isnan(values["left_with_nothing"]).all()
+    assert apply_rule([NO_ANSWER], Rule(0.0)).left_with_nothing == 0
 
 
 def test_a_rule_on_several_queries_gives_means_and_counts_lost_answers():

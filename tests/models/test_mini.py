@@ -12,7 +12,7 @@ from conftest import SHARED, score_many
 from rsrank_rag import RSRank
 from rsrank_rag.evaluation.datasets import read_labelled
 from rsrank_rag.evaluation.evaluate import score_dataset
-from rsrank_rag.evaluation.metrics import f1_at, ranking_by_query
+from rsrank_rag.evaluation.metrics import f1_at, ranking_measures
 from rsrank_rag.reranker import Pair
 
 ROOT = Path(__file__).parents[2]
@@ -152,7 +152,7 @@ def test_the_recorded_figures_are_those_of_the_shipped_weights(mini):
         queries = [query for query in read_labelled(data) if query.id in rows]
         scored = score_dataset(mini, queries)
         found = zip(
-            ranking_by_query(scored)["ndcg@5"], (f1_at(query, 0.0) for query in scored), strict=True
+            ranking_measures(scored)["ndcg@5"], (f1_at(query, 0.0) for query in scored), strict=True
         )
         # The recorded queries were chosen so that rounding changes neither their order nor a
         # decision.

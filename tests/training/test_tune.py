@@ -1,12 +1,12 @@
 """Thresholds tuned on labelled queries: their values, their verdicts and their reports."""
 
 import json
-import math
 import random
 import statistics
 from dataclasses import replace
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from conftest import DOCUMENTS, QUERIES
 from training_helpers import labelled, means, run, scorings, written
@@ -16,11 +16,11 @@ from rsrank_rag.adapters.systems import load
 from rsrank_rag.artifact import hub
 from rsrank_rag.artifact.config import RSRankConfig
 from rsrank_rag.errors import InputError, TrainingError
-from rsrank_rag.evaluation.metrics import ScoredQuery, best_threshold
+from rsrank_rag.evaluation.metrics import ScoredQuery, ThresholdSweep, best_threshold
 from rsrank_rag.evaluation.statistics import Estimate
 from rsrank_rag.language_model.options import ModelSource
 from rsrank_rag.training.batches import folds
-from rsrank_rag.training.tune import Curves, Goal, find_threshold
+from rsrank_rag.training.tune import Goal, find_threshold
 
 
 def tuning(count=12):
@@ -60,14 +60,14 @@ def test_a_threshold_that_keeps_the_same_documents_stays():
 
 def test_a_system_without_a_threshold_is_compared_with_keeping_everything():
     queries = [ScoredQuery([2.0, 1.0], [True, False])] * 4
-    tuned = find_threshold(queries, Goal(), before=-math.inf)
+    tuned = find_threshold(queries, Goal(), before=None)
     assert tuned.threshold == 1.5
     assert "F1 is 1.000; with everything kept it is 0.667." in tuned.summary
     assert "so far" not in tuned.summary
     # Keeping everything loses no recall: a verdict would always be "worse".
     assert not tuned.is_judged
     assert find_threshold(queries, Goal()).is_judged
-    assert "inf" not in find_threshold(queries, Goal("recall", 0.9), before=-math.inf).summary
+    assert "so far" not in find_threshold(queries, Goal("recall", 0.9), before=None).summary
 
 
 def test_the_goal_that_was_asked_for_is_judged_on_queries_that_did_not_choose_the_threshold():
@@ -79,7 +79,7 @@ def test_the_goal_that_was_asked_for_is_judged_on_queries_that_did_not_choose_th
     recalls = []
     for numbers in folds(40, 5):
         others = [query for number, query in enumerate(queries) if number not in numbers]
-        threshold = Curves(others).choose(Goal("recall", 0.9))
+        threshold = Goal("recall", 0.9).choose(ThresholdSweep(others, "recall"))
         for number in numbers:
             recalls.append(means([queries[number]], threshold)["recall"])
     assert held_out.mean == pytest.approx(statistics.fmean(recalls))
@@ -96,6 +96,23 @@ def test_a_threshold_for_f1_is_a_problem_only_where_f1_falls():
     # Each query has a border of its own, and zero lies right for all of them.
     odd = [ScoredQuery([10.0 ** noise.randint(-3, 3), -1e-3], [True, False]) for _ in range(30)]
     assert find_threshold(odd, Goal()).problem is None
+
+
+def test_a_threshold_has_the_interval_of_the_thresholds_of_bootstrap_samples():
+    queries = tuning(20)
+    tuned = find_threshold(queries, Goal("recall", 0.8))
+    noise = random.Random(1)
+    drawn = []
+    for _ in range(300):
+        sample = noise.choices(queries, k=len(queries))
+        drawn.append(Goal("recall", 0.8).choose(ThresholdSweep(sample, "recall")))
+    low, high = np.percentile(drawn, [2.5, 97.5])
+    width = high - low
+    assert (tuned.estimate.low, tuned.estimate.high) == pytest.approx((low, high), abs=width / 4)
+    assert tuned.estimate.low < tuned.threshold < tuned.estimate.high
+    assert f"Threshold for recall 0.8: {tuned.threshold:.3f} ({tuned.estimate.low:.3f} to " in (
+        tuned.summary
+    )
 
 
 def test_empty_lists_do_not_lower_a_precision():

@@ -3,12 +3,10 @@
 import random
 import statistics
 
-import numpy as np
 import pytest
 from training_helpers import means, scorings
 
-from rsrank_rag.evaluation.metrics import ScoredQuery, selection_measures
-from rsrank_rag.evaluation.statistics import mean_present
+from rsrank_rag.evaluation.metrics import ScoredQuery
 from rsrank_rag.training.verdict import (
     FEW_QUERIES,
     judge,
@@ -76,16 +74,6 @@ def test_a_measure_that_means_nothing_is_left_out():
     verdict = judge(nothing_relevant, nothing_relevant, (0.0, 2.0))
     assert set(verdict.difference) == {"ndcg@5", "f1"}
     assert verdict.gains == ["f1"]
-
-
-def test_measures_at_many_thresholds_are_those_at_each():
-    queries, _ = scorings(6)
-    thresholds = np.array([-1.0, 0.0, 0.7])
-    measures = selection_measures(queries, thresholds)
-    for place, threshold in enumerate(thresholds):
-        for name, value in means(queries, threshold).items():
-            if name != "ndcg@5":
-                assert mean_present(measures[name][:, place]) == pytest.approx(value)
 
 
 def test_more_queries_left_with_nothing_are_a_loss_and_fewer_a_gain():
