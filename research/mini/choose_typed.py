@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 from choose import Row, Rows, f1, ndcg
-from encode import Encoder, minilm
+from encode import minilm
 from model import BERT_NAMES, Mini, Shape
-from pairs import run
+from pairs import Entering, run
 from safetensors.torch import load_file
 from torch import Tensor
 from typed import Batch, Pool
@@ -110,7 +110,7 @@ def _labelled(example: data.Example, texts: data.Texts) -> dict:
 
 @torch.no_grad()
 def measure_rows(
-    model: Mini, encoder: Encoder, queries: Mapping[str, Sequence[dict]]
+    model: Mini, encoder: Entering, queries: Mapping[str, Sequence[dict]]
 ) -> dict[str, list[Row]]:
     """Set -> what the scores of its queries are made of."""
     rows: dict[str, list[Row]] = {}
@@ -121,7 +121,7 @@ def measure_rows(
     return rows
 
 
-def _rows(model: Mini, encoder: Encoder, queries: Sequence[dict]) -> list[Row]:
+def _rows(model: Mini, encoder: Entering, queries: Sequence[dict]) -> list[Row]:
     batch = Batch()
     for labelled in queries:
         query = batch.query(labelled["query"], hard=False)

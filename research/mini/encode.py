@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from model import pooled
+from model import Mini, pooled
 from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import AutoModel, BertModel
@@ -37,6 +37,11 @@ class Encoder:
         """Token ids of [CLS] text [SEP], cut after ``most`` tokens of text."""
         encoded = self.tokenizer.encode_batch(list(texts), add_special_tokens=False)
         return [[CLS, *item.ids[:most], SEP] for item in encoded]
+
+    def entering(self, model: Mini, texts: Sequence[str], most: int) -> tuple[Tensor, Tensor]:
+        """See `pairs.Entering`: the layers below are the model's, with gradients."""
+        ids, valid = padded(self.ids(texts, most))
+        return model.below(model.embed(ids).bfloat16(), valid, 0, model.base), valid
 
     @torch.no_grad()
     def run(

@@ -6,10 +6,12 @@ Axes: R pairs of a query and a text, Q queries, D texts, C hidden size.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
-from encode import CLS, QUERY_TOKENS, SEP, Encoder, inner, padded, scored_tokens
+from encode import QUERY_TOKENS, inner, scored_tokens
 from model import Mini, pooled
 from torch import Tensor
 from typed import Batch
@@ -38,17 +40,26 @@ class Output:
     texts: Tensor
 
 
-def run(model: Mini, encoder: Encoder, batch: Batch) -> Output:
+class Entering(Protocol):
+    """How texts become ids, and what enters the fusion layer."""
+
+    def ids(self, texts: Iterable[str], most: int) -> list[list[int]]:
+        """Token ids of texts, each with at most so many tokens of text."""
+
+    def entering(self, model: Mini, texts: Sequence[str], most: int) -> tuple[Tensor, Tensor]:
+        """Token states (N, S, C) that enter the fusion layer; which are no padding, (N, S)."""
+
+
+def run(model: Mini, encoder: Entering, batch: Batch) -> Output:
     """Run all queries and texts of a batch, with gradients where they are wanted."""
-    ids, valid = padded(encoder.ids(batch.queries, QUERY_TOKENS))
-    entering = model.below(model.embed(ids).bfloat16(), valid, 0, model.base)
-    empty_ids, empty_valid = padded([[CLS, SEP]])
-    empty = model.below(model.embed(empty_ids).bfloat16(), empty_valid, 0, model.base)
+    entering, valid = encoder.entering(model, batch.queries, QUERY_TOKENS)
+    empty, empty_valid = encoder.entering(model, [""], QUERY_TOKENS)
+    count = len(batch.queries)
     null = [
-        (keys.expand(len(ids), -1, -1, -1), values.expand(len(ids), -1, -1, -1))
+        (keys.expand(count, -1, -1, -1), values.expand(count, -1, -1, -1))
         for keys, values in model.document(empty)
     ]
-    alone, own = model.values(entering, valid, null, empty_valid.expand(len(ids), -1))
+    alone, own = model.values(entering, valid, null, empty_valid.expand(count, -1))
     embedded, scored = pooled(entering, valid), scored_tokens(valid)
     pairs_of: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for number, (query, text) in enumerate(batch.pairs):
@@ -57,8 +68,8 @@ def run(model: Mini, encoder: Encoder, batch: Batch) -> Output:
     embeddings: list[Tensor] = [torch.empty(0)] * len(text_ids)
     scores, bases, maxsims, numbers = [], [], [], []
     for chunk in _chunks(text_ids):
-        document_ids, document_valid = padded([text_ids[text] for text in chunk])
-        hidden = model.below(model.embed(document_ids).bfloat16(), document_valid, 0, model.base)
+        texts = [batch.texts[text] for text in chunk]
+        hidden, document_valid = encoder.entering(model, texts, DOCUMENT_TOKENS)
         keys_values = model.document(hidden)
         chunk_embeddings = pooled(hidden, document_valid)
         for place, text in enumerate(chunk):

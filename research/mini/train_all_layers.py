@@ -21,8 +21,10 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from choose import export, reference
@@ -66,7 +68,11 @@ SMOOTH = 2.0
 
 
 def loss(
-    model: Mini, batch: Batch, output: Output, teacher: Teacher
+    model: Mini,
+    batch: Batch,
+    output: Output,
+    teacher: Callable[[str], Tensor | None],
+    weights: Mapping[str, float] = MappingProxyType(WEIGHTS),
 ) -> tuple[Tensor, dict[str, float]]:
     """The whole objective, and its parts.
 
@@ -114,7 +120,7 @@ def loss(
     )
     parts["technical pooled"] = _pooled_queries(output, targets, sorted(batch.unlabelled), least=1)
     parts["bounds"] = _bounds(model.projection)
-    total = sum((WEIGHTS[name] * part for name, part in parts.items()), torch.zeros(()))
+    total = sum((weights[name] * part for name, part in parts.items()), torch.zeros(()))
     return total, {name: float(part.detach()) for name, part in parts.items()}
 
 

@@ -249,19 +249,30 @@ class TechnicalSampler(Sampler):
         pool: As for `Sampler`.
         seed: Of every choice.
         manuals: JSON lines of labelled queries (manuals.py).
-        library_docs: Groups of passages with a query each (library_docs.py).
+        library_docs: Groups of passages with a query each (library_docs.py), or None.
+        documents: Real documents a batch.
 
     Attributes:
         validation: Labelled queries of the tools that nothing is trained on.
     """
 
-    def __init__(self, pool: Pool, seed: int, manuals: Path, library_docs: Path) -> None:
+    def __init__(
+        self,
+        pool: Pool,
+        seed: int,
+        manuals: Path,
+        library_docs: Path | None,
+        documents: int = 1,
+    ) -> None:
         super().__init__(pool, seed)
+        self.documents = documents
         lines = manuals.read_text(encoding="utf-8").splitlines()
         rows = [json.loads(line) for line in lines]
         self.manuals = [row for row in rows if row["of"] not in MANUALS_APART]
         self.validation = [row for row in rows if row["of"] in MANUALS_APART]
-        self.library_docs = json.loads(library_docs.read_text(encoding="utf-8"))
+        self.library_docs = []
+        if library_docs is not None:
+            self.library_docs = json.loads(library_docs.read_text(encoding="utf-8"))
 
     def teacher_texts(self) -> list[str]:
         """Queries and passages that `Pool.teacher_texts` does not hold."""
@@ -273,7 +284,7 @@ class TechnicalSampler(Sampler):
 
     def __call__(self, step: int) -> Batch:
         """The batch of one step."""
-        batch = self.mixed(step, 1, OTHERS, 240)
+        batch = self.mixed(step, self.documents, OTHERS, 240)
         rng = random.Random(f"technical-{self.seed}-{step}")
         for row in rng.sample(self.manuals, min(MANUAL_QUERIES, len(self.manuals))):
             titled = rng.random() < TITLED_REAL
@@ -284,7 +295,8 @@ class TechnicalSampler(Sampler):
             for passage in [*relevant, *near[:9]]:
                 content = data.content(passage) if titled else passage["text"]
                 batch.pair(query, batch.text(content, passage["text"]), passage["relevant"])
-        self._add_library_docs(batch, rng)
+        if self.library_docs:
+            self._add_library_docs(batch, rng)
         return batch
 
     def _add_library_docs(self, batch: Batch, rng: random.Random) -> None:

@@ -1,0 +1,121 @@
+"""Fusion layers on a frozen MPNet: the recipe's states, and the artifact that it becomes."""
+
+import argparse
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from conftest import DOCUMENTS, QUERIES
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+
+from rsrank_rag import RSRank
+
+RECIPE = Path(__file__).parents[2] / "research" / "mini"
+MODULES = (
+    "choose", "data", "encode", "export", "frozen", "model", "pairs", "scorer", "typed",
+)  # fmt: skip
+LAYERS = 3
+
+
+@pytest.fixture(scope="module")
+def recipe():
+    sys.path.insert(0, str(RECIPE))
+    try:
+        import choose
+        import export
+        import frozen
+        import model
+        import pairs
+        import scorer
+        import typed
+
+        yield argparse.Namespace(
+            choose=choose,
+            export=export,
+            frozen=frozen,
+            model=model,
+            pairs=pairs,
+            scorer=scorer,
+            typed=typed,
+        )
+    finally:
+        sys.path.remove(str(RECIPE))
+        for name in MODULES:
+            sys.modules.pop(name, None)
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    """Folder of a tiny MPNet with random weights, and a tokenizer with MPNet's special tokens."""
+    folder = tmp_path_factory.mktemp("mpnet")
+    letters = sorted(set("".join([*DOCUMENTS, *QUERIES]).lower()))
+    pieces = ["<s>", "<pad>", "</s>", "[UNK]", *letters, *(f"##{letter}" for letter in letters)]
+    vocabulary = {piece: number for number, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<s>",
+        cls_token="<s>",
+        pad_token="<pad>",
+        sep_token="</s>",
+        eos_token="</s>",
+        unk_token="[UNK]",
+    ).save_pretrained(folder)
+    config = transformers.MPNetConfig(
+        vocab_size=len(pieces),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        max_position_embeddings=258,
+        initializer_range=0.3,
+    )
+    torch.manual_seed(0)
+    transformers.MPNetModel(config).save_pretrained(folder)
+    return folder
+
+
+@torch.no_grad()
+def test_stored_states_are_those_of_the_encoder_also_after_they_were_read_from_disk(
+    recipe, start, tmp_path
+):
+    frozen = recipe.frozen.Frozen(start, tmp_path, torch.float32)
+    frozen.read([(200, text) for text in DOCUMENTS])
+    again = recipe.frozen.Frozen(start, tmp_path, torch.float32)
+    assert again.read([(200, text) for text in DOCUMENTS]) == 0
+    model = transformers.MPNetModel.from_pretrained(start).eval()
+    hidden, valid = again.entering(None, DOCUMENTS, 200)
+    for text, row, own in zip(DOCUMENTS, hidden, valid, strict=True):
+        ids = torch.tensor(again.ids([text], 200))
+        expected = model(input_ids=ids).last_hidden_state[0]
+        torch.testing.assert_close(row[own], expected, rtol=0, atol=1e-4)
+
+
+@torch.no_grad()
+def test_the_artifact_scores_as_the_recipe_does(recipe, start, tmp_path):
+    frozen = recipe.frozen.Frozen(start, tmp_path / "states", torch.float32)
+    shape = recipe.model.Shape(fuse=LAYERS, run=LAYERS + 2, dim=8)
+    model = recipe.model.Mini(recipe.frozen.as_bert_model(start), shape, shift=0.5).eval()
+    for layer in model.layers[LAYERS:]:
+        layer.half().float()
+    batch = recipe.typed.Batch()
+    for query in QUERIES:
+        number = batch.query(query, hard=False)
+        for text in DOCUMENTS:
+            batch.pair(number, batch.text(text, text), relevant=False)
+    expected = recipe.pairs.run(model, frozen, batch).scores.numpy()
+    scorer = recipe.scorer.Scorer(model, frozen.ids)
+    recipe.choose.export(scorer, (1.0, 0.25), tmp_path / "weights", {"data": ["made up"]})
+    recipe.export.convert_frozen(tmp_path / "weights", tmp_path / "artifact", str(start), None)
+    for runtime in ("onnx", "torch"):
+        ranker = RSRank.from_pretrained(
+            tmp_path / "artifact", device="cpu", dtype="float32", runtime=runtime
+        )
+        scores = np.concatenate([ranker.score(query, DOCUMENTS) for query in QUERIES])
+        assert np.ptp(scores) > 0.1
+        np.testing.assert_allclose(scores, expected - 0.25, rtol=0, atol=1e-3)
