@@ -38,9 +38,7 @@ class Frozen:
         dtype: Of the states.
     """
 
-    def __init__(
-        self, start: Path, folder: Path, dtype: torch.dtype = torch.bfloat16
-    ) -> None:
+    def __init__(self, start: Path, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         self.tokenizer = Tokenizer.from_file(str(start / "tokenizer.json"))
