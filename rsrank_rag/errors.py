@@ -61,7 +61,9 @@ def finite(score: float, index: int) -> float:
     if math.isfinite(score):
         return score
     raise ScoringError(
-        f"scored {score}. The model overflowed on it: load it in bfloat16 or float32.", index
+        f"scored {score}, which can be neither kept nor dropped. If the model overflowed on it, "
+        "load it in bfloat16 or float32.",
+        index,
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import BaseModel, Field
 from typing_extensions import Unpack
 
-from .adapters.settings import RerankerAdapter, Unranked, without_marks
+from .adapters.settings import RerankerAdapter, without_marks
 from .errors import needs
 from .reranker import Limits, RankResult
 
@@ -36,9 +36,6 @@ __all__ = [
     "create_rsrank_tool",
 ]
 
-# The run inside a compressor's run, which shows what a trace would not show otherwise.
-RANKING_RUN = "RSRankRanking"
-
 # A keyword this similar to a limit's name is a misspelling of it: `treshold` is, and
 # `score_threshold`, which vector stores take, is not.
 MISSPELLING = 0.85
@@ -49,7 +46,7 @@ class RSRankCompressor(RerankerAdapter, BaseDocumentCompressor):
 
     It returns copies with their score in the metadata; the input does not change. A
     title in the metadata is read as part of the document. Each call is a run in LangChain's
-    callbacks, with a run inside that shows the threshold and the scores of dropped documents.
+    callbacks, whose outputs are the documents, the threshold and the scores of dropped documents.
 
     >>> compressor = RSRankCompressor(model="mini", top_n=5)
     >>> compressor.compress_documents([], "Nothing to do, nothing loaded")
@@ -85,18 +82,12 @@ class RSRankCompressor(RerankerAdapter, BaseDocumentCompressor):
         inputs = {"query": query, "documents": documents}
         run = manager.on_chain_start(None, inputs, name=type(self).__name__)
         try:
-            merged = self._limits(limits)
-            result = self._rank(query, self._read(documents), merged)
+            result = self._rank(query, self._read(documents), self._limits(limits))
         except BaseException as error:
             run.on_chain_error(error)
             raise
-        ranking = run.get_child().on_chain_start(None, merged, name=RANKING_RUN)
-        if isinstance(result, Unranked):
-            ranking.on_chain_error(result.error)
-        else:
-            ranking.on_chain_end(self._summary(result))
         compressed = self._copies(documents, result)
-        run.on_chain_end(compressed)
+        run.on_chain_end(self._traced(result, compressed))
         return compressed
 
     async def acompress_documents(
@@ -116,39 +107,28 @@ class RSRankCompressor(RerankerAdapter, BaseDocumentCompressor):
         inputs = {"query": query, "documents": documents}
         run = await manager.on_chain_start(None, inputs, name=type(self).__name__)
         try:
-            merged = self._limits(limits)
-            result = await self._arank(query, self._read(documents), merged)
+            result = await self._arank(query, self._read(documents), self._limits(limits))
         except BaseException as error:
             await run.on_chain_error(error)
             raise
-        ranking = await run.get_child().on_chain_start(None, merged, name=RANKING_RUN)
-        if isinstance(result, Unranked):
-            await ranking.on_chain_error(result.error)
-        else:
-            await ranking.on_chain_end(self._summary(result))
         compressed = self._copies(documents, result)
-        await run.on_chain_end(compressed)
+        await run.on_chain_end(self._traced(result, compressed))
         return compressed
 
     def _read(self, documents: Sequence[Document]) -> list[str]:
         """What a reranker reads."""
         return self._texts([(document.metadata, document.page_content) for document in documents])
 
-    def _summary(self, result: RankResult) -> dict[str, Any]:
-        """Output of the inner run: what decided, and the scores of what was dropped."""
-        documents = (*result.kept, *result.dropped)
+    def _traced(self, result: RankResult, compressed: list[Document]) -> dict[str, Any]:
+        """Outputs of a call's run: what is returned, and what decided."""
         dropped = []
         for document in result.dropped:
             dropped.append({"index": document.index, "score": document.score})
         return {
-            "model": self.model_label,
-            "instruction": self.instruction,
-            "threshold": result.threshold,
-            "documents": len(documents),
-            "kept": len(result.kept),
-            "query_truncated": result.query_truncated,
-            "truncated": sum(document.truncated for document in documents),
+            "documents": compressed,
             "dropped": dropped,
+            "threshold": result.threshold,
+            "model": self.model_label,
         }
 
     def _copies(self, documents: Sequence[Document], result: RankResult) -> list[Document]:

@@ -7,13 +7,11 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from uuid import uuid4
 
 A_DAY = 24 * 3600
-
-# The folder in which `replacing` puts complete new content before it moves it into place.
-COMPLETE = ".complete"
 
 
 def partial_of(path: Path) -> Path:
@@ -74,37 +72,19 @@ def differences(path: Path, description: Mapping[str, Any]) -> list[str]:
 
 @contextmanager
 def replacing(folder: Path) -> Iterator[Path]:
-    """Give an empty folder to fill, and move its content into ``folder`` when the block has ended.
+    """Give an empty folder to fill, and move its entries into ``folder`` when the block has ended.
 
-    Entries of ``folder`` with the same names are replaced, others stay. A process that is killed
-    before the block ends changes nothing. One that is killed while the content is moved leaves
-    `COMPLETE`, and the next call finishes the move.
+    Entries of ``folder`` with the same names are replaced, others stay. If the block fails, or the
+    process is killed in it, nothing is replaced.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    _move_complete(folder)
-    for stale in folder.glob(".new.*.partial"):
-        if is_stale(stale):
-            shutil.rmtree(stale)
-    partial = partial_of(folder / ".new")
-    partial.mkdir()
-    try:
-        yield partial
-        partial.replace(folder / COMPLETE)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    _move_complete(folder)
-
-
-def _move_complete(folder: Path) -> None:
-    complete = folder / COMPLETE
-    if not complete.is_dir():
-        return
-    for new in list(complete.iterdir()):
-        old = folder / new.name
-        if old.is_dir() and not old.is_symlink():
-            shutil.rmtree(old)
-        new.replace(old)
-    complete.rmdir()
+    with TemporaryDirectory(prefix=".new.", dir=folder) as partial:
+        yield Path(partial)
+        for new in list(Path(partial).iterdir()):
+            old = folder / new.name
+            if old.is_dir() and not old.is_symlink():
+                shutil.rmtree(old)
+            new.replace(old)
 
 
 def digest_of(path: Path) -> str:

@@ -3,13 +3,11 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
 from typing import Any, Literal, TypedDict
 
 from typing_extensions import Self, Unpack
 
-from .errors import InputError, ScoringError, nearest
+from .errors import InputError, ScoringError
 from .passages.pairs import Pair, score_in_parts, spans_of
 from .passages.parts import WHOLE, Reading, ReadingOptions
 from .passages.ranked import BLANK_SCORE, RankedDocument, RankResult, Scored, blanks_last, choose
@@ -86,9 +84,7 @@ class Reranker(ABC):
     def score(self, query: str, documents: Sequence[str]) -> list[float]:
         """The score of each document, in input order; above the threshold means relevant."""
 
-    def score_pairs(
-        self, pairs: Sequence[PairLike], *, show_progress: bool = False
-    ) -> list[Scored]:
+    def score_pairs(self, pairs: Sequence[PairLike]) -> list[Scored]:
         """Score pairs of any queries and documents, in input order: `rank` and the service do.
 
         This one calls `score` once for each query. Override it to share batches between queries,
@@ -127,7 +123,6 @@ class Reranker(ABC):
         top_n: int | None = None,
         min_docs: int = 0,
         long_queries: LongQueries = "cut",
-        show_progress: bool = False,
         **options: Unpack[ReadingOptions],
     ) -> RankResult:
         """Sort documents by score and keep the relevant ones.
@@ -142,7 +137,6 @@ class Reranker(ABC):
             min_docs: Keep at least the best so many, even below the threshold.
             long_queries: "cut": of a query that is too long for the model, read the first and the
                 last part, and say so in `RankResult.query_truncated`. "error": raise InputError.
-            show_progress: Show a progress bar, if this reranker has one.
             **options: How documents are read: ``extract``, ``context``, ``heading``,
                 ``long_documents``; see `Reading`.
 
@@ -152,7 +146,7 @@ class Reranker(ABC):
         """
         check_text("A query", query)
         documents = as_list(documents)
-        reading = self._reading(options)
+        reading = Reading.of(options, self.long_documents)
         limit = self.threshold if threshold == "native" else threshold
         check_limits(limit, top_n, min_docs)
         if long_queries not in ("cut", "error"):
@@ -161,17 +155,20 @@ class Reranker(ABC):
         pairs = []
         for text, how in zip(documents, self._readings(documents, reading), strict=True):
             pairs.append(Pair(read, text, reading=how))
-        score: Callable[[Sequence[Pair]], list[Scored]] = self.score_pairs
-        if show_progress:
-            score = partial(self.score_pairs, show_progress=True)
         if all(pair.reading == WHOLE for pair in pairs):
-            scored = score(pairs)
+            scored = self.score_pairs(pairs)
         else:
-            scored = score_in_parts(pairs, self.token_ends, score)
-        result = choose(
-            query, documents, scored, limit, top_n=top_n, min_docs=min_docs, reading=reading
+            scored = score_in_parts(pairs, self.token_ends, self.score_pairs)
+        return choose(
+            query,
+            documents,
+            scored,
+            limit,
+            top_n=top_n,
+            min_docs=min_docs,
+            reading=reading,
+            query_truncated=read != query,
         )
-        return replace(result, query_truncated=read != query)
 
     def fit_query(self, query: str) -> str:
         """The query as `rank` reads it: of one that is too long, the first and the last part.
@@ -180,23 +177,10 @@ class Reranker(ABC):
         """
         return query
 
-    def _reading(self, options: ReadingOptions) -> Reading:
-        """How documents are read; InputError for windows, if tokens cannot be counted."""
-        unknown = sorted(options.keys() - ReadingOptions.__annotations__.keys())
-        if unknown:
-            hint = nearest(unknown[0], RankOptions.__annotations__)
-            raise TypeError(f"rank() has no argument {unknown[0]!r}.{hint}")
-        fields: Any = dict(options)
-        fields["long_documents"] = options.get("long_documents") or self.long_documents
-        reading = Reading(**fields)
-        if reading.long_documents == "windows":
-            self.token_ends("")
-        return reading
-
     def parts(self, documents: Sequence[str], **options: Unpack[ReadingOptions]) -> list[str]:
         """The texts that `rank` scores for documents, each once, for `RSRank.index`."""
         documents = as_list(documents)
-        readings = self._readings(documents, self._reading(options))
+        readings = self._readings(documents, Reading.of(options, self.long_documents))
         parts = dict[str, None]()
         for text, how in zip(documents, readings, strict=True):
             for start, stop in spans_of(Pair("", text, reading=how), self.token_ends):
@@ -242,22 +226,27 @@ def score_by_query(
     Raises as `Reranker.score_pairs`.
     """
     pairs = as_pairs(pairs)
+    if any(pair.max_tokens is not None for pair in pairs):
+        raise InputError(
+            "This reranker cannot cut documents after a number of tokens. Send them shorter."
+        )
+    scored: dict[int, Scored] = {}
+    for query, places in by_query(pairs).items():
+        try:
+            scores = score(query, [pairs[place].document for place in places])
+        except ScoringError as error:
+            error.move_to(places[error.index])
+            raise
+        scored.update(zip(places, scores, strict=True))
+    return [scored[place] for place in range(len(pairs))]
+
+
+def by_query(pairs: Sequence[Pair]) -> dict[str, list[int]]:
+    """The places of each query's pairs."""
     places: dict[str, list[int]] = {}
     for place, pair in enumerate(pairs):
-        if pair.max_tokens is not None:
-            raise InputError(
-                "This reranker cannot cut documents after a number of tokens. Send them shorter."
-            )
         places.setdefault(pair.query, []).append(place)
-    scored: dict[int, Scored] = {}
-    for query, of_query in places.items():
-        try:
-            scores = score(query, [pairs[place].document for place in of_query])
-        except ScoringError as error:
-            error.move_to(of_query[error.index])
-            raise
-        scored.update(zip(of_query, scores, strict=True))
-    return [scored[place] for place in range(len(pairs))]
+    return places
 
 
 def as_list(documents: Iterable[str]) -> list[str]:
@@ -303,20 +292,16 @@ def check_limits(
     threshold: float | Literal["native"] | None, top_n: int | None, min_docs: int
 ) -> None:
     """InputError for limits of `Reranker.rank` that are out of range or contradict each other."""
-    threshold = None if threshold == "native" else threshold
-    for name, value, kinds in (
-        ("threshold", threshold, (int, float, type(None))),
-        ("top_n", top_n, (int, type(None))),
-        ("min_docs", min_docs, (int,)),
+    if threshold not in ("native", None) and (
+        not isinstance(threshold, (int, float))
+        or isinstance(threshold, bool)
+        or math.isnan(threshold)
     ):
-        if not isinstance(value, kinds) or isinstance(value, bool):
-            optional = " or None" if type(None) in kinds else ""
-            raise InputError(f"{name} must be a number{optional}, got {value!r}.")
-    if threshold is not None and math.isnan(threshold):
-        raise InputError("threshold is NaN. Give a number, or None to rank without dropping.")
-    if top_n is not None and top_n < 1:
-        raise InputError(f"top_n must be at least 1 or None, got {top_n}.")
-    if min_docs < 0:
-        raise InputError(f"min_docs must be 0 or more, got {min_docs}.")
+        raise InputError(f"threshold must be a number, 'native' or None, got {threshold!r}.")
+    for name, value, least in (("top_n", top_n, 1), ("min_docs", min_docs, 0)):
+        if value is None and name == "top_n":
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise InputError(f"{name} must be a whole number of at least {least}, got {value!r}.")
     if top_n is not None and min_docs > top_n:
         raise InputError(f"min_docs={min_docs} asks for more documents than top_n={top_n} allows.")

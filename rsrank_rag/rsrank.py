@@ -3,7 +3,6 @@
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -29,7 +28,7 @@ from .method.template import PromptTokenizer, TokenisedDocument, TokenisedQuery
 from .passages.explanation import Explanation
 from .prefixes.cache import CachedPrefixes, PrefixTiers
 from .prefixes.settings import Choice, as_prefix_cache
-from .reranker import BLANK_SCORE, Pair, PairLike, Reranker, Scored, as_list, as_pairs
+from .reranker import BLANK_SCORE, Pair, PairLike, Reranker, Scored, as_list, as_pairs, by_query
 
 if TYPE_CHECKING:
     from .method.formula import Weights
@@ -47,15 +46,6 @@ CACHED_BUDGETS = 8
 
 # Instructions whose tokenised template is remembered.
 INSTRUCTIONS = 16
-
-
-@dataclass(frozen=True, eq=False)
-class _Call:
-    """One call of `RSRank.score_pairs`: where each row's score belongs, and the scores."""
-
-    places: dict[Row, list[int]]
-    scores: list[float]
-    bar: "tqdm[None]"
 
 
 class RSRank(Pretrained, Reranker):
@@ -111,9 +101,7 @@ class RSRank(Pretrained, Reranker):
             f"threshold={self.threshold:g})"
         )
 
-    def score(
-        self, query: str, documents: Sequence[str], *, show_progress: bool = False
-    ) -> list[float]:
+    def score(self, query: str, documents: Sequence[str]) -> list[float]:
         """Score documents for one query, in input order; above 0 means relevant.
 
         This is the paper's Section 4.3. The query is not cut. A document that is too long is cut
@@ -127,11 +115,9 @@ class RSRank(Pretrained, Reranker):
         if not pairs:
             # The query is checked even if there is nothing to score.
             self.prompts.query(query)
-        return [scored.score for scored in self.score_pairs(pairs, show_progress=show_progress)]
+        return [scored.score for scored in self.score_pairs(pairs)]
 
-    def score_pairs(
-        self, pairs: Sequence[PairLike], *, show_progress: bool = False
-    ) -> list[Scored]:
+    def score_pairs(self, pairs: Sequence[PairLike]) -> list[Scored]:
         """Score pairs of any queries and documents, in input order, in shared batches.
 
         Equal pairs are scored once. A document of several pairs runs once in a batch, and once in
@@ -150,16 +136,15 @@ class RSRank(Pretrained, Reranker):
             key = keys.get(document.ids) or self.cache.key(document.ids)
             keys[document.ids] = key
             places.setdefault(Row(document.ids, query, key), []).append(place)
-        with tqdm(total=len(places), disable=not show_progress, unit="doc", desc="scoring") as bar:
-            call = _Call(places, [BLANK_SCORE] * len(tokenised), bar)
-            try:
-                with self.backbone.inference():
-                    for batches in self._batches(list(places)):
-                        self._run(call, batches)
-            except DoesNotFitError as error:
-                raise too_large(len(error.ids.document), places[error.ids][0]) from None
+        scores = [BLANK_SCORE] * len(tokenised)
+        try:
+            with self.backbone.inference():
+                for batches in self._batches(list(places)):
+                    self._run(batches, places, scores)
+        except DoesNotFitError as error:
+            raise too_large(len(error.ids.document), places[error.ids][0]) from None
         result = []
-        for score, (query, document) in zip(call.scores, tokenised, strict=True):
+        for score, (query, document) in zip(scores, tokenised, strict=True):
             tokens = len(query.ids) + len(document.ids)
             result.append(Scored(score, document.truncated, tokens))
         return result
@@ -182,11 +167,8 @@ class RSRank(Pretrained, Reranker):
 
     def _tokenise(self, pairs: Sequence[Pair]) -> list[tuple[TokenisedQuery, TokenisedDocument]]:
         """Token ids of each pair's query and document; errors as `score`."""
-        places: dict[str, list[int]] = {}
-        for place, pair in enumerate(pairs):
-            places.setdefault(pair.query, []).append(place)
         tokenised: dict[int, tuple[TokenisedQuery, TokenisedDocument]] = {}
-        for text, of_query in places.items():
+        for text, of_query in by_query(pairs).items():
             query = self.prompts.query(text)
             documents = self.prompts.documents(
                 [pairs[place].document for place in of_query],
@@ -216,19 +198,20 @@ class RSRank(Pretrained, Reranker):
             yield Batches(cached, cached_budget, extra=slots, similar=CACHED_SIMILAR_LENGTH)
             yield Batches(new, self.token_budget, extra=slots)
 
-    def _run(self, call: _Call, batches: Batches[Row]) -> None:
-        retries = batches.retries
+    def _run(
+        self, batches: Batches[Row], places: dict[Row, list[int]], scores: list[float]
+    ) -> None:
+        """Score rows, and write each score to its row's places."""
         try:
             for batch in batches:
                 with batches.attempt():
-                    scores, _, _ = score_rows(self.reader, self.projection, batch)
-                    for row, score in zip(batch, scores.tolist(), strict=True):
-                        for place in call.places[row]:
-                            call.scores[place] = finite(score, place)
-                    call.bar.update(len(batch))
+                    batch_scores, _, _ = score_rows(self.reader, self.projection, batch)
+                    for row, score in zip(batch, batch_scores.tolist(), strict=True):
+                        for place in places[row]:
+                            scores[place] = finite(score, place)
         finally:
-            if batches.retries > retries:
-                self._retries.append(batches.retries - retries)
+            if batches.retries:
+                self._retries.append(batches.retries)
 
     def explain(self, query: str, document: str) -> Explanation:
         """Take a score apart, exactly, per query token, layer and head; raises as `score`.

@@ -95,10 +95,10 @@ def test_no_documents_give_an_empty_result():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"threshold": math.nan}, "threshold is NaN"),
-        ({"top_n": 0}, "top_n must be at least 1"),
-        ({"top_n": -1}, "top_n must be at least 1"),
-        ({"min_docs": -1}, "min_docs must be 0 or more"),
+        ({"threshold": math.nan}, "threshold must be a number, .* got nan"),
+        ({"top_n": 0}, "top_n must be a whole number of at least 1, got 0"),
+        ({"top_n": -1}, "top_n must be a whole number of at least 1"),
+        ({"min_docs": -1}, "min_docs must be a whole number of at least 0"),
         ({"min_docs": 3, "top_n": 2}, "min_docs=3 .* top_n=2"),
     ],
 )
@@ -152,7 +152,7 @@ def test_a_reranker_without_score_cannot_be_made():
 
 def test_truncated_documents_are_marked():
     class Cutting(Fake):
-        def score_pairs(self, pairs, *, show_progress=False):
+        def score_pairs(self, pairs):
             return [
                 Scored(score, truncated=pair.document == "b")
                 for score, pair in zip([1.0, 2.0], pairs, strict=True)

@@ -9,7 +9,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from operator import methodcaller
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 from pydantic import (
     AfterValidator,
@@ -28,7 +28,7 @@ from typing_extensions import Self
 from ..errors import InputError, RSRankError
 from ..language_model.options import LoadSettings, ModelSource, Name
 from ..passages import shadow
-from ..passages.parts import Reading
+from ..passages.parts import Reading, ReadingOptions
 from ..passages.titles import lines_before
 from ..prefixes.settings import PrefixCache
 from ..remote.address import service_address, usable_key
@@ -40,15 +40,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Result = TypeVar("Result")
-
 # Metadata keys. The sentences that were kept, and the window that scored best, with their offsets
 # in the document's text:
 EXCERPTS, WINDOW = "rsrank_excerpts", "rsrank_window"
 # That a document was cut, and why it was not ranked:
 TRUNCATED, ERROR = "rsrank_truncated", "rsrank_error"
 
-SERVICE_SETTINGS = ("base_url", "api_key", "timeout", "max_retries")
+SERVICE_SETTINGS = {"base_url", "api_key", "timeout", "max_retries"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +54,6 @@ class Unranked(RankResult):
     """The documents as they came, with NaN scores, and the error that prevented scoring."""
 
     error: Exception
-
-    @property
-    def none_relevant(self) -> bool:
-        """False: nothing is known."""
-        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,75 +89,57 @@ class ModelAdapter(LoadSettings):
         hide_input_in_errors=True,
         # Otherwise an infinite threshold would be written as None.
         ser_json_inf_nan="constants",
+        use_attribute_docstrings=True,
     )
 
-    model: Name | Reranker = Field(
-        default="mini",
-        description="'mini', a local folder or a Hub id; another system by its name, such as "
-        "'cross-encoder:BAAI/bge-reranker-base'; or a Reranker that is already loaded.",
-    )
-    revision: str | None = Field(default=None, description="Commit, tag or branch on the Hub.")
-    backbone: Name | None = Field(
-        default=None, description="Where to load the language model from instead."
-    )
-    max_length: int | None = Field(
-        default=None, ge=1, description="Most positions; longer documents are cut."
-    )
-    cache_dir: Name | None = Field(default=None, description="Hub cache folder.")
+    model: Name | Reranker = "mini"
+    """'mini', a local folder or a Hub id; another system by its name, such as
+    'cross-encoder:BAAI/bge-reranker-base'; or a Reranker that is already loaded."""
+    revision: str | None = None
+    """Commit, tag or branch on the Hub."""
+    backbone: Name | None = None
+    """Where to load the language model from instead."""
+    max_length: int | None = Field(default=None, ge=1)
+    """Most positions; longer documents are cut."""
+    cache_dir: Name | None = None
+    """Hub cache folder."""
     prefix_cache: StrictBool | StrictInt | Name | PrefixCache = Field(
-        default=True,
-        union_mode="left_to_right",
-        description="Cache of documents' prefixes: True, False, a size, a folder or a PrefixCache.",
+        default=True, union_mode="left_to_right"
     )
+    """Cache of documents' prefixes: True, False, a size, a folder or a PrefixCache."""
 
-    base_url: Annotated[str, AfterValidator(service_address)] | None = Field(
-        default=None,
-        description="Address of a service (`rsrank serve`) that holds the model.",
-    )
+    base_url: Annotated[str, AfterValidator(service_address)] | None = None
+    """Address of a service (`rsrank serve`) that holds the model."""
     api_key: Annotated[SecretStr, AfterValidator(usable_key)] | None = Field(
-        default=None,
-        exclude=True,
-        repr=False,
-        description="The service's key. Default: RSRANK_API_KEY at the time of a call. Never "
-        "written down.",
+        default=None, exclude=True, repr=False
     )
-    instruction: str | None = Field(
-        default=None,
-        pattern=r"\S",
-        description="What to judge by, for a model that takes an instruction.",
-    )
-    timeout: float = Field(
-        default=60.0, gt=0, allow_inf_nan=False, description="Seconds for a call with its retries."
-    )
-    max_retries: int = Field(
-        default=3,
-        ge=0,
-        strict=True,
-        description="How often a request to a busy service is repeated.",
-    )
+    """The service's key. Default: RSRANK_API_KEY at the time of a call. Never written down."""
+    instruction: str | None = Field(default=None, pattern=r"\S")
+    """What to judge by, for a model that takes an instruction."""
+    timeout: float = Field(default=60.0, gt=0, allow_inf_nan=False)
+    """Seconds for a call with its retries."""
+    max_retries: int = Field(default=3, ge=0, strict=True)
+    """How often a request to a busy service is repeated."""
 
     @model_validator(mode="after")
     def _refuse_settings_without_effect(self) -> Self:
         # This raises InputError for two kinds of quantisation.
         self.load_options()
-        unused = set()
+        changed = set()
         for name, field in ModelAdapter.model_fields.items():
             if name not in ("model", "instruction") and getattr(self, name) != field.default:
-                unused.add(name)
+                changed.add(name)
         if isinstance(self.model, Reranker):
-            reason = f"model is a {type(self.model).__name__} that is already loaded"
-            advice = "Load it with those settings, or give model a name."
+            reason = f"The model is a {type(self.model).__name__} that is already loaded"
         elif self.base_url is not None:
-            unused.difference_update(SERVICE_SETTINGS)
-            reason = "With base_url the model is loaded by the service"
-            advice = "Start the service with those settings, or leave base_url out."
+            reason = "The service loads the model"
+            changed -= SERVICE_SETTINGS
         else:
-            unused.intersection_update(SERVICE_SETTINGS)
             reason = "Without base_url there is no service"
-            advice = "Give base_url, or leave the rest out."
-        if unused:
-            names = ", ".join(sorted(unused))
-            raise InputError(f"{reason}, so {names} would have no effect. {advice}")
+            changed &= SERVICE_SETTINGS
+        if changed:
+            names = ", ".join(sorted(changed))
+            raise InputError(f"{reason}, so {names} would have no effect. Leave it out.")
         return self
 
     @field_serializer("model")
@@ -242,9 +217,7 @@ class ModelAdapter(LoadSettings):
 
     def _remote(self) -> "RemoteReranker | None":
         """The client of a service, whose calls need no queue; None for a model of this process."""
-        remote: Any = None
-        if hasattr(self.model, "start"):
-            remote = self.model
+        remote: Any = self.model
         if self.base_url is not None:
             from ..remote.client import RemoteReranker
 
@@ -255,9 +228,11 @@ class ModelAdapter(LoadSettings):
                 timeout=self.timeout,
                 max_retries=self.max_retries,
             )
-        if remote is not None and self.instruction is not None:
+        elif not hasattr(remote, "start"):
+            return None
+        if self.instruction is not None:
             remote = remote.with_instruction(self.instruction)
-        return cast("RemoteReranker | None", remote)
+        return cast("RemoteReranker", remote)
 
     def _start(
         self, query: str, texts: Sequence[str], options: Mapping[str, Any]
@@ -273,58 +248,37 @@ class ModelAdapter(LoadSettings):
 class RerankerAdapter(ModelAdapter):
     """A model adapter that keeps relevant documents. A call may set each of its three limits."""
 
-    threshold: Annotated[float, Strict()] | Literal["native"] | None = Field(
-        default="native",
-        description="Keep what scores above it. 'native': the model's own. None: rank only.",
-    )
-    top_n: int | None = Field(
-        default=None, strict=True, description="Keep at most this many above the threshold."
-    )
-    min_docs: int = Field(
-        default=0, strict=True, description="Keep the best this many, even below the threshold."
-    )
-    on_error: Literal["raise", "keep"] = Field(
-        default="raise",
-        description="When scoring fails: raise, or keep the documents as they came, cut at top_n, "
-        "with rsrank_error in their metadata.",
-    )
-    metadata_fields: tuple[str, ...] = Field(
-        default=("title",),
-        description="Metadata that are read before the text, one value a line, unless the text "
-        "begins with it.",
-    )
+    threshold: Annotated[float, Strict()] | Literal["native"] | None = "native"
+    """Keep what scores above it. 'native': the model's own. None: rank only."""
+    top_n: int | None = Field(default=None, strict=True)
+    """Keep at most this many above the threshold."""
+    min_docs: int = Field(default=0, strict=True)
+    """Keep the best this many, even below the threshold."""
+    on_error: Literal["raise", "keep"] = "raise"
+    """When scoring fails: raise, or keep the documents as they came, cut at top_n, with
+    rsrank_error in their metadata."""
+    metadata_fields: tuple[str, ...] = ("title",)
+    """Metadata that are read before the text, one value a line, unless the text begins with it."""
 
-    extract: Literal["sentences"] | None = Field(
-        default=None,
-        description="'sentences': documents shrink to their sentences that score above.",
-    )
-    context: int = Field(
-        default=0, strict=True, description="Keep so many sentences around each of them, too."
-    )
-    heading: bool = Field(
-        default=False,
-        description="Documents begin with a line that is kept with any of their sentences.",
-    )
-    long_documents: Literal["cut", "windows"] | None = Field(
-        default=None,
-        description="Documents that are too long for the model: 'windows' reads them in parts, of "
-        "which the best counts; 'cut' reads the beginning. None: the model's default (RSRank: "
-        "windows).",
-    )
+    extract: Literal["sentences"] | None = None
+    """'sentences': documents shrink to their sentences that score above."""
+    context: int = Field(default=0, strict=True)
+    """Keep so many sentences around each of them, too."""
+    heading: bool = False
+    """Documents begin with a line that is kept with any of their sentences."""
+    long_documents: Literal["cut", "windows"] | None = None
+    """Documents that are too long for the model: 'windows' reads them in parts, of which the best
+    counts; 'cut' reads the beginning. None: the model's default (RSRank: windows)."""
 
-    mode: Literal["drop", "shadow"] = Field(
-        default="drop",
-        description="'shadow': return everything, and log what would have been dropped.",
-    )
-    long_queries: LongQueries = Field(
-        default="cut",
-        description="Questions that are too long: 'cut' reads both ends and warns; 'error' raises.",
-    )
+    mode: Literal["drop", "shadow"] = "drop"
+    """'shadow': return everything, and log what would have been dropped."""
+    long_queries: LongQueries = "cut"
+    """Questions that are too long: 'cut' reads both ends and warns; 'error' raises."""
 
     @model_validator(mode="after")
     def _check_limits_and_reading(self) -> Self:
         check_limits(self.threshold, self.top_n, self.min_docs)
-        Reading(self.extract, self.context, self.heading, self.long_documents or "cut")
+        Reading.of(self._reading)
         return self
 
     def _limits(self, limits: Limits) -> Limits:
@@ -338,24 +292,26 @@ class RerankerAdapter(ModelAdapter):
         check_limits(**merged)
         return merged
 
-    def _options(self, limits: Limits) -> dict[str, Any]:
-        """Arguments of `Reranker.rank`."""
-        return dict(
-            limits,
+    @property
+    def _reading(self) -> ReadingOptions:
+        return ReadingOptions(
             extract=self.extract,
             context=self.context,
             heading=self.heading,
             long_documents=self.long_documents,
-            long_queries=self.long_queries,
         )
+
+    def _begin(self, query: str, texts: Sequence[str], limits: Limits) -> Future[RankResult]:
+        """Begin `Reranker.rank` with these limits and this adapter's other settings."""
+        options = {**limits, **self._reading, "long_queries": self.long_queries}
+        return self._start(query, texts, options)
 
     def _rank(self, query: str, texts: Sequence[str], limits: Limits) -> RankResult:
         """Rank and wait. Without documents, no model is needed."""
         if not texts:
             return RankResult(query, None, (), ())
-        options = self._options(limits)
         try:
-            future = self._start(query, texts, options)
+            future = self._begin(query, texts, limits)
             try:
                 result = future.result()
             finally:
@@ -369,9 +325,8 @@ class RerankerAdapter(ModelAdapter):
         """As `_rank`, without blocking the event loop. A cancelled call leaves the queue."""
         if not texts:
             return RankResult(query, None, (), ())
-        options = self._options(limits)
         try:
-            result = await asyncio.wrap_future(self._start(query, texts, options))
+            result = await asyncio.wrap_future(self._begin(query, texts, limits))
         except Exception as error:
             return self._unranked(error, query, texts, limits)
         return self._checked(result, limits)
@@ -402,19 +357,12 @@ class RerankerAdapter(ModelAdapter):
                 "relevant from irrelevant documents. Give a threshold, a top_n, or threshold=None "
                 "to rank and keep all."
             )
-        documents = (*result.kept, *result.dropped)
-        blank = sum(not document.text.strip() for document in documents)
         if result.query_truncated:
             logger.warning("The query is too long; its first and its last part were read.")
+        documents = (*result.kept, *result.dropped)
+        blank = sum(not document.text.strip() for document in documents)
         if blank:
             logger.warning("%d of %d documents hold no text to score.", blank, len(documents))
-        if result.dropped and not result.kept:
-            logger.debug(
-                "All %d documents were dropped; the best scored %+.3f, not above %g.",
-                len(documents),
-                result.dropped[0].score,
-                result.threshold,
-            )
         if self.mode == "shadow":
             shadow.log(result)
             result = shadow.everything(result)

@@ -18,19 +18,22 @@ INSIDE = "./backbone"
 class BackboneSpec(BaseModel, extra="forbid", frozen=True, protected_namespaces=()):
     """The language model that B was trained on: its name, and properties to check it by."""
 
-    name: str = Field(description="Hub id or local path; './folder' lies inside the artifact.")
-    revision: str | None = Field(default=None, description="Commit, tag or branch on the Hub.")
+    name: str
+    """Hub id or local path; './folder' lies inside the artifact."""
+    revision: str | None = None
+    """Commit, tag or branch on the Hub."""
     model_type: str
     num_layers: int = Field(gt=1)
-    num_heads: int = Field(gt=0, description="KV heads, H.")
-    head_dim: int = Field(gt=0, description="D.")
-    tokenizer: str = Field(description="Fingerprint of how the tokenizer splits a fixed text.")
-    values: tuple[float, ...] = Field(
-        description="Entries of value vectors of the last layer in `layers`, on fixed tokens."
-    )
-    files: dict[str, str] = Field(
-        default_factory=dict, description="sha256 of each file that can change a score, by name."
-    )
+    num_heads: int = Field(gt=0)
+    """KV heads, H."""
+    head_dim: int = Field(gt=0)
+    """D."""
+    tokenizer: str
+    """Fingerprint of how the tokenizer splits a fixed text."""
+    values: tuple[float, ...]
+    """Entries of value vectors of the last layer in `layers`, on fixed tokens."""
+    files: dict[str, str] = Field(default_factory=dict)
+    """sha256 of each file that can change a score, by name."""
 
 
 # JSON has no NaN and no infinity: such a metric would be written as null, which cannot be read.
@@ -39,12 +42,10 @@ class TrainingRecord(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False
 
     data: tuple[str, ...] = ()
     seed: int | None = None
-    metrics: dict[str, dict[str, float]] = Field(
-        default_factory=dict, description="Dataset -> metric -> value."
-    )
-    settings: dict[str, str | int | float | bool] = Field(
-        default_factory=dict, description="How B was trained."
-    )
+    metrics: dict[str, dict[str, float]] = Field(default_factory=dict)
+    """Dataset -> metric -> value."""
+    settings: dict[str, str | int | float | bool] = Field(default_factory=dict)
+    """How B was trained."""
     notes: str = ""
 
 
@@ -53,32 +54,24 @@ class RSRankConfig(BaseModel, extra="forbid", frozen=True):
 
     format_version: Literal[1] = 1
     backbone: BackboneSpec
-    layers: tuple[int, ...] = Field(
-        min_length=1, description="Backbone layers that B reads, counted from 0, without 0."
-    )
-    projection_dim: int = Field(gt=0, description="P.")
-    fusion_layer: int = Field(
-        default=0, ge=0, description="The first layer in which queries see documents."
-    )
-    documents_stay: bool = Field(
-        default=False,
-        description="Whether the layers from there on see documents as they enter it.",
-    )
-    fusion_sha256: str | None = Field(
-        default=None,
-        description="sha256 of fusion.safetensors, the layers from fusion_layer on, if the "
-        "language model ends there.",
-    )
+    layers: tuple[int, ...] = Field(min_length=1)
+    """Backbone layers that B reads, counted from 0, without 0."""
+    projection_dim: int = Field(gt=0)
+    """P."""
+    fusion_layer: int = Field(default=0, ge=0)
+    """The first layer in which queries see documents."""
+    documents_stay: bool = False
+    """Whether the layers from there on see documents as they enter it."""
+    fusion_sha256: str | None = None
+    """sha256 of fusion.safetensors, the layers from fusion_layer on, if the language model ends
+    there."""
     template: Template = Template()
-    max_length: int | None = Field(
-        default=None, gt=0, description="Positions to use, if fewer than the model has."
-    )
-    threshold: float = Field(
-        default=0.0, allow_inf_nan=False, description="Documents that score above it are kept."
-    )
-    int8: bool = Field(
-        default=False, description="Whether int8 is precise enough for this artifact's documents."
-    )
+    max_length: int | None = Field(default=None, gt=0)
+    """Positions to use, if fewer than the model has."""
+    threshold: float = Field(default=0.0, allow_inf_nan=False)
+    """Documents that score above it are kept."""
+    int8: bool = False
+    """Whether int8 is precise enough for this artifact's documents."""
     license: str | None = None
     training: TrainingRecord = TrainingRecord()
 

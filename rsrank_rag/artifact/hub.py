@@ -14,10 +14,8 @@ from ..errors import ArtifactError, BackboneError, nearest
 from ..language_model.options import LoadOptions
 from ..method.arrays import Array, to_numpy
 from ..method.formula import Weights
-from ..partial_files import COMPLETE, digest_of
-from .card import is_hub_id as is_hub_id
-from .card import model_card as model_card
-from .config import INSIDE, RSRankConfig, content_digest
+from ..partial_files import digest_of
+from .config import RSRankConfig, content_digest
 
 if TYPE_CHECKING:
     from ..method.projection import Projection
@@ -52,8 +50,7 @@ def resolve(
     Nothing is written into a local folder. What is on the Hub is downloaded into its cache.
 
     Raises:
-        ArtifactError: There is no such artifact, the Hub cannot be reached, or the folder is
-            half saved.
+        ArtifactError: There is no such artifact, or the Hub cannot be reached.
     """
     builtin = str(name) in builtin_names()
     if builtin or is_folder(name):
@@ -62,13 +59,7 @@ def resolve(
                 f"Revision {revision!r} was requested of {str(name)!r}, a local folder, but "
                 "only artifacts on the Hub have revisions. Leave revision out."
             )
-        folder = BUILTIN / str(name) if builtin else Path(name)
-        if (folder / COMPLETE).exists():
-            raise ArtifactError(
-                f"Saving {folder} was interrupted. Move the content of {folder / COMPLETE} into "
-                f"{folder} and remove the empty folder, or save the artifact again."
-            )
-        return folder
+        return BUILTIN / str(name) if builtin else Path(name)
     failure = f"The artifact {str(name)!r}"
     if revision:
         failure += f" at revision {revision!r}"
@@ -98,7 +89,7 @@ def download(
         return Path(snapshot_download(name, revision=revision, allow_patterns=files, **load.hub))
     except HUB_ERRORS as error:
         raise BackboneError(
-            f"{name!r} could not be downloaded: {_reason(error)} Check the name (owner/name) and "
+            f"{name!r} could not be downloaded: {reason(error)} Check the name (owner/name) and "
             "the revision. If it is private, log in ('hf auth login') or pass token=... Without a "
             "network, pass the path of a local copy."
         ) from error
@@ -124,16 +115,13 @@ def read_config(folder: Path) -> RSRankConfig:
 
 def _config_text(folder: Path) -> str:
     path = folder / CONFIG
-    if not path.is_file():
-        raise ArtifactError(
-            f"{folder} holds no {CONFIG}, so it is no RSRank artifact. "
-            "Give a folder made by save_pretrained."
-        )
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        message = f"{path} cannot be read as text ({error}). Download it again."
-        raise ArtifactError(message) from error
+        raise ArtifactError(
+            f"{path} cannot be read ({error}), so {folder} is no RSRank artifact. Give a folder "
+            "made by save_pretrained, or download it again."
+        ) from error
 
 
 def read_projection(folder: Path, config: RSRankConfig) -> "Projection":
@@ -163,7 +151,10 @@ def read_weights(folder: Path, config: RSRankConfig) -> Weights:
         raise ArtifactError(
             f"{path} is missing or damaged ({error}). Download the artifact again."
         ) from error
-    shapes = {"weight": config.shape, "head_weight": config.shape[:2], "agreement": (3,)}
+    shapes = {"weight": config.shape, "head_weight": config.shape[:2]}
+    if config.fusion_layer:
+        # Weights of the cosine and MaxSim terms, which are computed below the fusion layer.
+        shapes["agreement"] = (3,)
     for name in sorted({"weight", *tensors}):
         tensor = tensors.get(name, np.empty(0))
         if tensor.shape != shapes.get(name) or tensor.dtype != np.float32:
@@ -178,11 +169,6 @@ def read_weights(folder: Path, config: RSRankConfig) -> Weights:
                 f"{path}: {invalid} of {tensor.size} entries of {name} are NaN or infinite. "
                 "Train it again."
             )
-    if "agreement" in tensors and not config.fusion_layer:
-        raise ArtifactError(
-            f"{path} has weights for cosine and MaxSim terms ('agreement'), but {CONFIG} has no "
-            "fusion_layer, below which these are computed."
-        )
     if written != _digests(content_digest(_config_text(folder)), tensors):
         raise ArtifactError(
             f"{path} was written with another {CONFIG}, or one of the two was changed (by sha256). "
@@ -232,58 +218,7 @@ def write_artifact(
     (folder / CARD).write_text(card, encoding="utf-8")
 
 
-def check_shareable(config: RSRankConfig, *, include_backbone: bool) -> None:
-    """Refuse to publish an artifact whose language model is in a local folder that is not uploaded.
-
-    Raises:
-        ArtifactError: No other machine could load it.
-    """
-    source = config.backbone.name
-    if not include_backbone and source != INSIDE and not is_hub_id(source):
-        raise ArtifactError(
-            f"The artifact's language model is the local folder {source!r}, which nobody else "
-            "could load. Make the artifact with the model's Hub id, or pass include_backbone=True "
-            "to upload the model with it."
-        )
-
-
-def push(
-    folder: Path,
-    repo_id: str,
-    *,
-    private: bool,
-    revision: str | None,
-    token: str | bool | None,
-    message: str,
-) -> str:
-    """Upload an artifact's folder to the Hub; gives the commit's address.
-
-    The repository and the branch ``revision`` are made if they do not exist.
-
-    Raises:
-        ArtifactError: The Hub refused.
-    """
-    from huggingface_hub import HfApi
-
-    from ..language_model.hub_errors import HUB_ERRORS
-
-    api = HfApi(token=token)
-    try:
-        api.create_repo(repo_id, private=private, exist_ok=True)
-        if revision is not None:
-            api.create_branch(repo_id, branch=revision, exist_ok=True)
-        commit = api.upload_folder(
-            repo_id=repo_id, folder_path=folder, revision=revision, commit_message=message
-        )
-    except HUB_ERRORS as error:
-        raise ArtifactError(
-            f"Pushing to {repo_id!r} failed: {_reason(error)} Check the name (owner/name) and that "
-            "you are logged in with write access ('hf auth login')."
-        ) from error
-    return str(commit.commit_url)
-
-
-def _reason(error: BaseException) -> str:
+def reason(error: BaseException) -> str:
     """An error and its cause in words, because the Hub's client wraps errors, some without text."""
     parts = []
     for part in (error, error.__cause__):

@@ -14,7 +14,7 @@ from ..method.template import PromptTokenizer, Template
 from ..partial_files import digest_of, replacing
 from ..prefixes.settings import Choice
 from . import hub
-from .card import UNNAMED
+from .card import UNNAMED, is_hub_id, model_card
 from .config import INSIDE, BackboneSpec, RSRankConfig, TrainingRecord
 from .identity import check_after_run, check_before_run, check_files, describe, folder_of, hashes
 
@@ -231,7 +231,7 @@ class Pretrained(ABC):
                 }
                 backbone = config.backbone.model_copy(update=update)
                 config = config.model_copy(update={"backbone": backbone})
-            hub.write_artifact(new, config, self.projection, hub.model_card(config))
+            hub.write_artifact(new, config, self.projection, model_card(config))
             if config.fusion_sha256:
                 assert self.backbone.fusion_file is not None
                 shutil.copyfile(self.backbone.fusion_file, new / hub.FUSION)
@@ -259,20 +259,39 @@ class Pretrained(ABC):
         Raises:
             ArtifactError: The Hub refused, or the language model is a local folder.
         """
-        hub.check_shareable(self.config, include_backbone=include_backbone)
+        from huggingface_hub import HfApi
+
+        from ..language_model.hub_errors import HUB_ERRORS
+
+        source = self.config.backbone.name
+        if not include_backbone and source != INSIDE and not is_hub_id(source):
+            raise ArtifactError(
+                f"The artifact's language model is the local folder {source!r}, which nobody else "
+                "could load. Make the artifact with the model's Hub id, or pass "
+                "include_backbone=True to upload the model with it."
+            )
+        api = HfApi(token=token)
         with TemporaryDirectory() as folder:
             self.save_pretrained(folder, include_backbone=include_backbone)
             card = Path(folder, hub.CARD)
             named = card.read_text(encoding="utf-8").replace(UNNAMED, repo_id)
             card.write_text(named, encoding="utf-8")
-            return hub.push(
-                Path(folder),
-                repo_id,
-                private=private,
-                revision=revision,
-                token=token,
-                message=commit_message,
-            )
+            try:
+                api.create_repo(repo_id, private=private, exist_ok=True)
+                if revision is not None:
+                    api.create_branch(repo_id, branch=revision, exist_ok=True)
+                commit = api.upload_folder(
+                    repo_id=repo_id,
+                    folder_path=folder,
+                    revision=revision,
+                    commit_message=commit_message,
+                )
+            except HUB_ERRORS as error:
+                raise ArtifactError(
+                    f"Pushing to {repo_id!r} failed: {hub.reason(error)} Check the name "
+                    "(owner/name) and that you are logged in with write access ('hf auth login')."
+                ) from error
+        return str(commit.commit_url)
 
 
 def open_artifact(

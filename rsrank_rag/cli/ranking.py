@@ -151,7 +151,6 @@ def rank(
         texts,
         top_n=top_n,
         min_docs=min_docs,
-        show_progress=problems.is_terminal and len(texts) > 100,
         extract=extract,
         **selection,
     )
@@ -232,13 +231,14 @@ def info(
     `rsrank info mini`
     """
     from ..artifact import hub
+    from ..artifact.card import model_card
 
     folder = hub.resolve(model, revision)
     config = hub.read_config(folder)
     if as_json:
         typer.echo(config.model_dump_json(indent=2))
         return
-    typer.echo(hub.model_card(config))
+    typer.echo(model_card(config))
     limits = folder / hub.LIMITS
     if limits.is_file():
         typer.echo(f"Limits: {limits.read_text(encoding='utf-8').strip()}")

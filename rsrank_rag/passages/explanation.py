@@ -2,6 +2,9 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 # Widest table in a terminal: neighbouring layers share a column where there are more.
 TERMINAL_COLUMNS = 8
@@ -36,45 +39,38 @@ class Explanation:
     agreement: float = 0.0
     matches: tuple[float, ...] = ()
 
-    def columns(self, most: int = TERMINAL_COLUMNS) -> tuple[list[str], list[list[float]]]:
-        """Labels such as ``L1``, ``L1-5`` or ``match``, and a row of terms for each token.
+    def columns(self) -> tuple[list[str], Any]:
+        """Labels such as ``L1``, ``L1-5`` or ``match``, and the terms of each token, (T, columns).
 
-        ``most``: the largest number of columns for layers; more layers are joined.
+        Neighbouring layers are joined if there are more than `TERMINAL_COLUMNS`.
         """
-        size = -(-len(self.layers) // most)
-        labels: list[str] = []
-        rows: list[list[float]] = [[] for _ in self.parts]
-        for start in range(0, len(self.layers), size):
+        size = -(-len(self.layers) // TERMINAL_COLUMNS)
+        starts = range(0, len(self.layers), size)
+        labels = []
+        for start in starts:
             group = self.layers[start : start + size]
             label = f"L{group[0]}"
             if len(group) > 1:
                 label += f"-{group[-1]}"
             labels.append(label)
-            for row, part in zip(rows, self.parts, strict=True):
-                row.append(math.fsum(part[start : start + size]))
+        terms = np.add.reduceat(self.parts, starts, axis=1)
         if self.matches:
             labels.append("match")
-            for row, match in zip(rows, self.matches, strict=True):
-                row.append(match)
-        return labels, rows
-
-    def _totals(self, rows: list[list[float]]) -> list[float]:
-        """The sum of each column, and the terms of the whole query, if there are any."""
-        totals = [math.fsum(column) for column in zip(*rows, strict=True)]
-        if self.agreement:
-            totals.append(self.agreement - math.fsum(self.matches))
-        return totals
+            terms = np.column_stack([terms, self.matches])
+        return labels, terms
 
     def __str__(self) -> str:
-        labels, rows = self.columns()
+        labels, terms = self.columns()
+        totals = terms.sum(0).tolist()
         if self.agreement:
+            # The similarity terms of the whole query.
             labels.append("whole")
-        width = max([len(token) for token in self.tokens] + [5])
+            totals.append(self.agreement - math.fsum(self.matches))
+        width = max(len(token) for token in (*self.tokens, "score"))
         head = " ".join(f"{label:>6}" for label in labels)
         lines = [f"{'token':<{width}}  {'total':>7}  {head}"]
-        table = [(token, math.fsum(row), row) for token, row in zip(self.tokens, rows, strict=True)]
-        table.append(("score", self.score, self._totals(rows)))
-        for name, total, terms in table:
-            cells = " ".join(f"{term:>+6.2f}" for term in terms)
+        rows = [*zip(self.tokens, terms.sum(1), terms, strict=True), ("score", self.score, totals)]
+        for name, total, row in rows:
+            cells = " ".join(f"{term:>+6.2f}" for term in row)
             lines.append(f"{name:<{width}}  {total:>+7.3f}  {cells}")
         return "\n".join(lines)

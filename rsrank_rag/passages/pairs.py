@@ -166,14 +166,11 @@ def combined(pair: Pair, spans: Sequence[Span], parts: Sequence[Scored]) -> Scor
         return Scored(BLANK_SCORE)
     if pair.reading == WHOLE:
         return parts[0]
-    best = 0
-    for place, part in enumerate(parts):
-        # A score that is not finite counts as the best, so that the caller notices it.
-        if not math.isfinite(part.score):
-            best = place
-            break
-        if part.score > parts[best].score:
-            best = place
+    # A score that is not finite counts as the best, so that the caller notices it.
+    best = max(
+        range(len(parts)),
+        key=lambda place: (not math.isfinite(parts[place].score), parts[place].score),
+    )
     window, sentences = None, []
     if pair.reading.extract:
         for (start, stop), part in zip(spans, parts, strict=True):

@@ -4,7 +4,9 @@ import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict
+
+from typing_extensions import Self
 
 from ..errors import InputError, needs
 
@@ -78,6 +80,12 @@ class Reading:
             )
         if self.extract is None and (self.context or self.heading):
             raise InputError("context and heading have no effect without extract='sentences'.")
+
+    @classmethod
+    def of(cls, options: ReadingOptions, default: Literal["cut", "windows"] = "cut") -> Self:
+        """The reading with such options; ``default`` is what None for long documents means."""
+        fields: Any = {**options, "long_documents": options.get("long_documents") or default}
+        return cls(**fields)
 
     @property
     def in_windows(self) -> bool:

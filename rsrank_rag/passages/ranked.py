@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from ..errors import InputError, ScoringError
+from ..errors import InputError, finite
 from .parts import WHOLE, Excerpt, Reading, Window, joined
 
 BLANK_SCORE = -10_000.0
@@ -150,6 +150,7 @@ def choose(
     top_n: int | None = None,
     min_docs: int = 0,
     reading: Reading = WHOLE,
+    query_truncated: bool = False,
 ) -> RankResult:
     """Sort scored documents and keep the relevant ones, as `Reranker.rank` says.
 
@@ -159,15 +160,8 @@ def choose(
     """
     ranked = []
     for index, one in enumerate(blanks_last(documents, scored)):
-        if not math.isfinite(one.score):
-            raise ScoringError(
-                f"scored {one.score}, which can be neither kept nor dropped. "
-                "Look at its text, or load the model in float32.",
-                index,
-            )
-        ranked.append(
-            RankedDocument(index, documents[index], float(one.score), one.truncated, one.window)
-        )
+        score = finite(float(one.score), index)
+        ranked.append(RankedDocument(index, documents[index], score, one.truncated, one.window))
     # Blank documents are last even if a reranker gives lower scores. Equal scores keep their order.
     ranked.sort(key=lambda document: (document.score == BLANK_SCORE, -document.score))
     relevant = 0
@@ -183,7 +177,9 @@ def choose(
             _with_excerpts(document, scored[document.index].sentences, threshold, reading)
             for document in kept
         ]
-    return RankResult(query, threshold, tuple(kept), tuple(ranked[count:]))
+    return RankResult(
+        query, threshold, tuple(kept), tuple(ranked[count:]), query_truncated=query_truncated
+    )
 
 
 def _with_excerpts(

@@ -5,8 +5,8 @@ import copy
 import math
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import replace
-from typing import Any, Literal
+from operator import attrgetter
+from typing import Literal
 
 from pydantic import SecretStr
 from typing_extensions import Self, Unpack
@@ -86,15 +86,10 @@ class RemoteReranker(Reranker):
     def score(self, query: str, documents: Sequence[str]) -> list[float]:
         """Scores in input order."""
         result = self.rank(query, documents, threshold=None)
-        return [document.score for document in sorted(result.kept, key=lambda kept: kept.index)]
+        return [document.score for document in sorted(result.kept, key=attrgetter("index"))]
 
     def rank(
-        self,
-        query: str,
-        documents: Sequence[str],
-        *,
-        show_progress: bool = False,
-        **options: Unpack[RankOptions],
+        self, query: str, documents: Sequence[str], **options: Unpack[RankOptions]
     ) -> RankResult:
         """See `Reranker.rank`."""
         return connections.wait(self.start(query, documents, **options))
@@ -128,9 +123,7 @@ class RemoteReranker(Reranker):
     ) -> RankResult:
         check_text("A query", query)
         check_limits(threshold, top_n, min_docs)
-        fields: dict[str, Any] = dict(options)
-        fields["long_documents"] = options.get("long_documents") or "cut"
-        reading = Reading(**fields)
+        reading = Reading.of(options)
         request = request_body(
             self.model, query, documents, reading, self._instruction, long_queries
         )
@@ -139,7 +132,13 @@ class RemoteReranker(Reranker):
         scores = scores_of(answer, documents, self.base_url)
         if threshold == "native":
             threshold = answer.threshold
-        result = choose(
-            query, documents, scores, threshold, top_n=top_n, min_docs=min_docs, reading=reading
+        return choose(
+            query,
+            documents,
+            scores,
+            threshold,
+            top_n=top_n,
+            min_docs=min_docs,
+            reading=reading,
+            query_truncated=answer.query_truncated,
         )
-        return replace(result, query_truncated=answer.query_truncated)

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import BaseModel, Field, ValidationError
 from typing_extensions import Self
 
-from ..errors import RemoteError, ScoringError
+from ..errors import RemoteError
 from ..passages.parts import WHOLE, Excerpt, Reading, Window, encodable
 from ..reranker import LongQueries, Scored
 
@@ -110,7 +110,6 @@ def scores_of(answer: Answer, documents: Sequence[str], address: str) -> list[Sc
     """Scores in the order of the documents; the rows of an answer may have any order.
 
     Raises:
-        ScoringError: A document has no finite score.
         RemoteError: There is not exactly one row for each document.
     """
     rows = sorted(answer.results, key=lambda row: row.index)
@@ -119,14 +118,10 @@ def scores_of(answer: Answer, documents: Sequence[str], address: str) -> list[Sc
             f"{address} got {len(documents)} documents, and its answer does not give exactly one "
             "score for each of them, so that none of it can be trusted."
         )
-    return [_scored(row, documents[row.index], address) for row in rows]
+    return [_scored(row, documents[row.index]) for row in rows]
 
 
-def _scored(row: _Row, document: str, address: str) -> Scored:
-    if row.relevance_score is None or not math.isfinite(row.relevance_score):
-        raise ScoringError(
-            f"scored {row.relevance_score} at {address}, which is not finite.", row.index
-        )
+def _scored(row: _Row, document: str) -> Scored:
     sentences = []
     for excerpt in row.excerpts or ():
         sentences.append(replace(excerpt, text=document[excerpt.start : excerpt.end]))
@@ -134,4 +129,8 @@ def _scored(row: _Row, document: str, address: str) -> Scored:
     # A document that fits the model is one window, which is not reported.
     if window is not None and window.count == 1:
         window = None
-    return Scored(row.relevance_score, row.truncated, 0, window, tuple(sentences))
+    # `choose` refuses a score that is no number.
+    score = row.relevance_score
+    if score is None:
+        score = math.nan
+    return Scored(score, row.truncated, 0, window, tuple(sentences))

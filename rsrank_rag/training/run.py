@@ -15,6 +15,7 @@ import torch
 from tqdm.auto import tqdm
 
 from ..artifact import hub
+from ..artifact.card import model_card
 from ..artifact.config import INSIDE, BackboneSpec, RSRankConfig, TrainingRecord
 from ..artifact.identity import describe, folder_of, hashes
 from ..artifact.pretrained import open_model, open_on_torch
@@ -339,6 +340,6 @@ def write_artifact(
 ) -> None:
     """Write an artifact, with a copy of the language model's folder where it is to hold one."""
     with replacing(folder) as new:
-        hub.write_artifact(new, config, projection, hub.model_card(config))
+        hub.write_artifact(new, config, projection, model_card(config))
         if config.backbone.name == INSIDE:
             shutil.copytree(model, new / INSIDE)

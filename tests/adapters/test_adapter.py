@@ -4,7 +4,6 @@ import asyncio
 import copy
 import gc
 import json
-import logging
 import multiprocessing
 import os
 import pickle
@@ -238,10 +237,10 @@ def test_a_model_object_is_shared_by_copies_but_never_written_down(adapter):
     ("settings", "message"),
     [
         ({"treshold": 1.0}, "treshold"),
-        ({"top_n": 0}, "top_n must be at least 1"),
+        ({"top_n": 0}, "top_n must be a whole number of at least 1"),
         ({"top_n": 1, "min_docs": 2}, "asks for more documents than"),
         ({"min_docs": -1}, "min_docs"),
-        ({"threshold": float("nan")}, "NaN"),
+        ({"threshold": float("nan")}, "threshold must be a number, .* got nan"),
         ({"token": "hf_secret"}, "token"),
         ({"model": 3}, "model"),
         ({"top_n": "3"}, "top_n"),
@@ -497,7 +496,7 @@ def test_limits_of_a_call_replace_those_of_the_adapter_one_by_one():
         {"threshold": "0"},
         {"threshold": True},
     ):
-        with pytest.raises(InputError, match=f"{next(iter(wrong))} must be a number"):
+        with pytest.raises(InputError, match=f"{next(iter(wrong))} must be a (whole )?number"):
             made._limits(wrong)
 
 
@@ -551,14 +550,6 @@ def test_an_adapter_takes_every_system_by_the_name_it_is_measured_by(tmp_path, l
     ):
         with pytest.raises(error, match=message):
             RerankerAdapter(**settings).warm_up()
-
-
-def test_when_all_is_dropped_one_debug_line_says_so(caplog):
-    made = RerankerAdapter(model=Overlap())
-    with caplog.at_level(logging.DEBUG, logger="rsrank_rag"):
-        result = made._rank("nothing in common", ["a b", "in a"], made._limits({}))
-    assert result.kept == ()
-    assert caplog.messages == ["All 2 documents were dropped; the best scored +0.000, not above 0."]
 
 
 class Recorder(Reranker):
@@ -763,10 +754,10 @@ def test_the_key_may_come_from_the_environment_after_unpickling(adapter, service
         ),
         ({"base_url": "http://a", "load_in_8bit": True}, "so load_in_8bit would have no effect"),
         ({"base_url": "http://a", "prefix_cache": False}, "so prefix_cache would have no effect"),
-        ({"base_url": "http://a", "revision": "v1"}, "Start the service with those settings"),
+        ({"base_url": "http://a", "revision": "v1"}, "The service loads the model, so revision"),
         (
             {"base_url": "http://a", "model": Overlap()},
-            "model is a Overlap that is already loaded, so base_url would",
+            "The model is a Overlap that is already loaded, so base_url would",
         ),
         (
             {"api_key": SECRET},

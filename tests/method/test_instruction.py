@@ -200,20 +200,6 @@ def test_adapters_pass_an_instruction_on_and_dump_it(adapters):
             adapter(instruction=" ")
 
 
-async def test_traces_name_the_instruction(adapters):
-    from langchain_core.callbacks import BaseCallbackHandler
-    from langchain_core.documents import Document
-
-    class Trace(BaseCallbackHandler):
-        def on_chain_end(self, outputs, **kwargs):
-            ended.append(outputs)
-
-    compressor = adapters[0](model=Instructed(), instruction=LEGAL)
-    ended = []
-    await compressor.acompress_documents([Document("a")], "q", callbacks=[Trace()])
-    assert ended[0]["instruction"] == LEGAL
-
-
 def test_a_remote_reranker_sends_it_and_without_it_sends_none(service):
     from rsrank_rag.remote.client import RemoteReranker
 

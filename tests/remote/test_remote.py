@@ -204,8 +204,8 @@ async def test_a_model_can_be_asked_for_by_name_and_another_one_is_not_taken(
         (QUERY, "one text", {}, "documents must be a list"),
         (QUERY, ["a", None], {}, "Document 1 must be a string, got NoneType"),
         (3, ["a"], {}, "A query must be a string, got int"),
-        (QUERY, ["a"], {"top_n": 0}, "top_n must be at least 1"),
-        (QUERY, ["a"], {"threshold": float("nan")}, "NaN"),
+        (QUERY, ["a"], {"top_n": 0}, "top_n must be a whole number of at least 1"),
+        (QUERY, ["a"], {"threshold": float("nan")}, "threshold must be a number"),
     ],
 )
 async def test_what_makes_no_sense_is_not_sent(
@@ -557,7 +557,9 @@ async def test_a_document_without_a_finite_score_is_named(service, address, asyn
         return f'{{"model": "overlap", "threshold": 0.0, "results": [{rows}]}}'.encode()
 
     service.script += [spoil]
-    with pytest.raises(ScoringError, match=r"Document 2 scored .* which is not finite") as caught:
+    with pytest.raises(
+        ScoringError, match=r"Document 2 scored .* which can be neither kept"
+    ) as caught:
         await rank(RemoteReranker(address), asynchronous, threshold=None)
     assert caught.value.index == 2
 
