@@ -67,7 +67,9 @@ def read_labelled(path: str | Path) -> list[LabelledQuery]:
     path = Path(path)
     if not path.is_file():
         raise InputError(f"There is no data file {path}.")
-    opener: Callable[..., Any] = gzip.open if path.suffix == ".gz" else open
+    opener: Callable[..., Any] = open
+    if path.suffix == ".gz":
+        opener = gzip.open
     queries = []
     try:
         # JSON may contain other line separators than this one.

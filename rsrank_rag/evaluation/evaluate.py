@@ -134,4 +134,4 @@ def shared_threshold(sets: Sequence[Sequence[ScoredQuery]]) -> float:
     """
     queries = [query for scored in sets for query in scored]
     weights = [1.0 / len(scored) for scored in sets for _ in scored]
-    return best_threshold(queries, weights)[0]
+    return best_threshold(queries, np.array(weights))[0]

@@ -248,7 +248,7 @@ class ThresholdSweep:
 
 
 def best_threshold(
-    queries: Sequence[ScoredQuery], weights: Sequence[float] | None = None
+    queries: Sequence[ScoredQuery], weights: Array | None = None
 ) -> tuple[float, float]:
     """The single threshold with the highest mean F1 over all queries, and the mean F1 there.
 
@@ -256,14 +256,13 @@ def best_threshold(
 
     Args:
         queries: Scored queries.
-        weights: The weight of each query in the mean; None weighs all the same.
+        weights: The weight of each query in the mean, (queries,); None weighs all the same.
 
     >>> first = ScoredQuery([3.0, 1.0], [True, False])
     >>> best_threshold([first, ScoredQuery([2.0, 0.0], [True, False])])
     (1.5, 1.0)
     """
-    by_query = None if weights is None else np.array(weights)
-    thresholds, means = ThresholdSweep(queries, "f1").means(by_query)
+    thresholds, means = ThresholdSweep(queries, "f1").means(weights)
     best = int(np.argmax(means >= means.max() - ROUNDING))
     return float(thresholds[best]), float(means[best])
 

@@ -89,7 +89,10 @@ def panel_grid(names: Collection[str], height: float) -> Iterator[tuple[Figure, 
     """A figure of small panels in rows, one for each name."""
     columns = min(len(names), COLUMNS)
     rows = math.ceil(len(names) / columns)
-    with canvas(5.5 if columns == 1 else 9.0, height * rows + 0.9) as figure:
+    width = 9.0
+    if columns == 1:
+        width = 5.5
+    with canvas(width, height * rows + 0.9) as figure:
         yield figure, [figure.add_subplot(rows, columns, n + 1) for n in range(len(names))]
 
 

@@ -173,7 +173,9 @@ def objective(
 ) -> tuple[Tensor, Tensor]:
     """The paper's objective (Section 4.3.2) of B, (L, H, P, D), and its five terms, (5,)."""
     scores, oracles = batch_scores({"weight": weight}, batch, precision)
-    alignment = alignment_loss(oracles) if len(oracles) else scores.new_zeros(())
+    alignment = scores.new_zeros(())
+    if len(oracles):
+        alignment = alignment_loss(oracles)
     terms = torch.stack(
         [
             calibration_loss(scores, batch.relevant, batch.valid),

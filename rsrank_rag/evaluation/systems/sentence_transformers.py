@@ -98,7 +98,9 @@ def _load(kind: str, name: str | Path, revision: str | None, options: LoadOption
             f"{name!r} is a sentence-transformers model, which is not loaded in 8-bit or 4-bit "
             "here. Use dtype='bfloat16' (--dtype bfloat16) to save memory."
         )
-    dtype = "float32" if options.dtype is None else options.resolved_dtype()
+    dtype: Any = "float32"
+    if options.dtype is not None:
+        dtype = options.resolved_dtype()
     hub = {"revision": revision, **options.hub}
     try:
         if kind == "CrossEncoder" and not options.trust_remote_code:
