@@ -465,7 +465,7 @@ def doors() -> Attacks:
     """Keys, paths and methods."""
     paths = (
         "/ /health /ready /v1/cluster/auth /v1/models /v1/models/mini /info /metrics /explain "
-        "/v1/rerank /v2/rerank /rerank /score /v1/score /v1/ranking /openapi.json /nothing"
+        "/v1/rerank /v2/rerank /rerank /v1/ranking /openapi.json /nothing"
     )
     tricks = (
         "//info /./info /health/../info /%69nfo /info/ /health%2f..%2finfo /info?/health /INFO "

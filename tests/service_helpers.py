@@ -69,6 +69,8 @@ class Words(Reranker):
 class ModelThread(threading.Thread):
     """In the place of a process: it cannot be killed."""
 
+    pid = None
+
     def kill(self):
         pass
 
@@ -77,7 +79,9 @@ class InThread(ModelProcess):
     """A model in a thread of the test's own process, so that the test can reach the model."""
 
     def _launch(self, connection):
-        thread = ModelThread(target=answer_calls, args=(connection, self.loading), daemon=True)
+        thread = ModelThread(
+            target=answer_calls, args=(connection, self.make, self.name), daemon=True
+        )
         thread.start()
         return thread
 
@@ -88,7 +92,8 @@ class InThread(ModelProcess):
 def in_thread(make, name="fake", **options):
     """A `Scheduler` before a model in a thread."""
     made = Scheduler(make, name, **options)
-    made.model = InThread(made.model.loading, made.model.hang_seconds)
+    model = made.model
+    made.model = InThread(make, name, model.canary, None, model.hang_seconds)
     return made
 
 

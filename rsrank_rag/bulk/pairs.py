@@ -92,14 +92,14 @@ class PairScorer:
         return columns
 
     def _result(self, outcome: Outcome) -> PairResult:
-        score = outcome.score
-        if score is None:
+        scored = outcome.scored
+        if scored is None:
             return PairResult(error=outcome.error or "It could not be scored.")
         threshold = self._engine.reranker.threshold
         kept = None
         if threshold is not None:
-            kept = score > threshold and score != BLANK_SCORE
-        return PairResult(score, kept, outcome.truncated)
+            kept = scored.score > threshold and scored.score != BLANK_SCORE
+        return PairResult(scored.score, kept, scored.truncated)
 
     def _outcomes(self, pairs: Sequence[Pair]) -> list[Outcome]:
         """Score pairs.

@@ -68,7 +68,7 @@ def request_body(
 ) -> bytes:
     """The request for the raw scores of all documents."""
     # These are sent because the service may have other defaults. Documents are dropped here.
-    body: dict[str, Any] = {"partial": False, "threshold": None, "normalize": False}
+    body: dict[str, Any] = {"threshold": None, "normalize": False}
     # The places of windows and sentences count characters, so the length of a text stays.
     body["query"] = encodable(query)
     body["documents"] = [encodable(text) for text in documents]

@@ -4,7 +4,6 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,11 +11,12 @@ from pydantic import BaseModel, Discriminator, Field, Tag, TypeAdapter
 
 from .. import __version__
 from ..errors import InputError, RSRankError, needs
+from ..passages.explanation import Explanation
 from ..reranker import Pair
 from .backend import Outcome, UnavailableError
 from .scheduler import Scheduler
 from .schemas import others
-from .schemas.common import Question, Scores, ScoringRequest
+from .schemas.common import Scores, ScoringRequest
 
 with needs(
     "The service needs {}.",
@@ -32,9 +32,9 @@ with needs(
     from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
     from starlette.exceptions import HTTPException
 
-    from .error_responses import RequestError, answer_errors, described, request_error
+    from .error_responses import Error, RequestError, answer_errors
     from .metrics import Metrics
-    from .middleware import RequestMiddleware, Settings
+    from .middleware import Keys, RequestMiddleware, Settings
     from .schemas.cohere import RerankRequest, RerankResponse
 
 __all__ = ["Settings", "create_app"]
@@ -45,12 +45,16 @@ ANYTHING = TypeAdapter(Any)
 # Header of answers with scores: whether no document is above the native threshold.
 NONE_RELEVANT = "X-RSRank-None-Relevant"
 
+# Statuses of errors that requests with a key may get.
+ERRORS = (400, 401, 404, 408, 413, 422, 429, 500, 503, 504)
+
 
 def _schema(body: Any) -> str:
     """Whose schema a request has that several share a path with."""
-    if not isinstance(body, dict):
-        return "rerank"
-    return "TEI" if "texts" in body else "NVIDIA" if "passages" in body else "rerank"
+    for name, schema in (("texts", "TEI"), ("passages", "NVIDIA")):
+        if isinstance(body, dict) and name in body:
+            return schema
+    return "rerank"
 
 
 AnyRerankRequest = Annotated[
@@ -73,11 +77,7 @@ class Info(BaseModel):
     )
     threshold: float | None
     explains: bool
-    normalize: bool
-    drop: bool
-    max_documents: int
     max_client_batch_size: int
-    max_body_bytes: int
     version: str
 
 
@@ -117,7 +117,8 @@ def create_app(backend: Scheduler, settings: Settings | None = None) -> FastAPI:
     app.state.settings = settings
     app.state.metrics = metrics
     app.include_router(_Service(backend, settings, metrics).router())
-    app.add_middleware(RequestMiddleware, settings=settings, metrics=metrics)
+    keys = Keys(settings)
+    app.add_middleware(RequestMiddleware, settings=settings, keys=keys, metrics=metrics)
     answer_errors(app)
     return app
 
@@ -131,7 +132,7 @@ class _Service:
 
     def router(self) -> APIRouter:
         """All routes. The middleware asks for keys; here they are only described."""
-        routes = APIRouter(responses=described(503))
+        routes = APIRouter(responses={503: {"model": Error}})
         routes.add_api_route("/", self.page, response_class=HTMLResponse)
         routes.add_api_route("/health", self.health)
         routes.add_api_route("/v1/cluster/auth", self.auth)
@@ -139,28 +140,25 @@ class _Service:
         routes.add_api_route("/.well-known/ready", self.ready)
 
         has_keys = [Depends(HTTPBearer(auto_error=False))] if self.settings.closed else []
-        errors = described(400, 401, 404, 408, 413, 422, 429, 500, 503, 504)
+        errors: dict[int | str, Any] = {status: {"model": Error} for status in ERRORS}
         closed = APIRouter(dependencies=has_keys, responses=errors)
         any_response = RerankResponse | list[others.TextScore] | others.RankingResponse
-        rerank = (RerankRequest, RerankResponse)
-        rerank_any = (AnyRerankRequest, any_response)
-        score = (others.ScoreRequest, others.ScoreResponse)
-        posts: dict[str, tuple[Any, Any]] = {
-            "/v1/rerank": rerank,
-            "/v2/rerank": rerank,
-            "/providers/cohere/v2/rerank": rerank,
-            "/v1/reranking": rerank_any,
-            "/rerank": rerank_any,
-            "/reranking": rerank_any,
-            "/api/rerank": rerank_any,
-            "/score": score,
-            "/v1/score": score,
-            "/v1/ranking": (others.RankingRequest, others.RankingResponse),
-            "/explain": (others.ExplainRequest, others.ExplainResponse),
+        posts: dict[tuple[str, ...], tuple[Any, Any]] = {
+            ("/v1/rerank", "/v2/rerank", "/providers/cohere/v2/rerank"): (
+                RerankRequest,
+                RerankResponse,
+            ),
+            ("/v1/reranking", "/rerank", "/reranking", "/api/rerank"): (
+                AnyRerankRequest,
+                any_response,
+            ),
+            ("/v1/ranking",): (others.RankingRequest, others.RankingResponse),
+            ("/explain",): (others.ExplainRequest, Explanation),
         }
-        for path, (kind, model) in posts.items():
-            endpoint = self._endpoint(kind)
-            closed.add_api_route(path, endpoint, methods=["POST"], response_model=model)
+        for paths, (kind, model) in posts.items():
+            for path in paths:
+                endpoint = self._endpoint(kind)
+                closed.add_api_route(path, endpoint, methods=["POST"], response_model=model)
         closed.add_api_route("/v1/models", self.models)
         closed.add_api_route("/providers/cohere/v2/models", self.models)
         closed.add_api_route("/v1/models/{name:path}", self.model)
@@ -176,7 +174,7 @@ class _Service:
             scores = await self._scores(request, body)
             # In a thread, because a long text may have very many sentences.
             answer = await asyncio.to_thread(body.answer, scores)
-            request.state.record.kept = len(getattr(answer, "results", scores.places))
+            request.state.record.kept = len(getattr(answer, "results", scores.documents))
             # Optional fields that have no value stay out.
             return Response(
                 ANYTHING.dump_json(answer, exclude_defaults=True),
@@ -200,13 +198,12 @@ class _Service:
         return Info(
             model_id=model.name,
             model_type={"reranker": {"id2label": {}, "label2id": {}}},
+            # Left out if unknown: Dify's plugin for TEI fails on a null.
+            max_input_length=model.max_tokens,
             threshold=model.threshold,
             explains=model.explains,
             max_client_batch_size=self.settings.max_documents,
             version=__version__,
-            # Left out if unknown: Dify's plugin for TEI fails on a null.
-            max_input_length=model.max_tokens,
-            **self.settings.model_dump(include=set(Info.model_fields)),
         )
 
     async def health(self) -> dict[str, str]:
@@ -235,50 +232,29 @@ class _Service:
     async def _scores(self, request: Request, body: ScoringRequest) -> Scores:
         """Score a request's pairs, or raise the error that answers the request."""
         record = request.state.record
-        partial = isinstance(body, RerankRequest) and bool(body.partial)
-        lists = (getattr(body, name, ()) for name in ("documents", "texts", "text_2", "passages"))
-        count = max(map(len, lists))
-        most = self.settings.max_documents
-        if count > most:
-            raise RequestError(413, f"{count:,} documents; a request may have {most:,}.")
-        question = body.pairs_to_score()
-        record.documents = len(question.pairs)
-        self._check_size(question)
-        if question.faults and not partial:
-            raise request_error(question.faults, 422)
-        usable = [
-            replace(pair, salt=request.state.salt)
-            for place, pair in enumerate(question.pairs)
-            if place not in question.faults
-        ]
-        outcomes = question.outcomes(await self._work(request, usable, body.explain))
-        record.tokens = sum(outcome.tokens for outcome in outcomes)
-        faults, status = question.complaints(outcomes)
-        if faults and not (partial and len(faults) < len(outcomes)):
-            raise request_error(faults, status)
-        return Scores(
-            question,
-            outcomes,
-            self.backend.description,
-            body.normalised(self.settings.normalize),
-            faults,
-            record.id,
-            int(time.time()),
-            self.settings.drop,
-        )
+        query, documents = body.question()
+        self._check_size(query, documents)
+        record.documents = len(documents)
+        outcomes = await self._work(request, body.pairs(request.state.salt), body.explain)
+        body.check(outcomes)
+        model = self.backend.description
+        is_normalised = body.normalised(self.settings.normalize)
+        scores = Scores(documents, outcomes, model, is_normalised, record.id, self.settings.drop)
+        record.tokens = scores.usage.total_tokens
+        return scores
 
-    def _check_size(self, question: Question) -> None:
-        most = self.settings.max_query_characters
-        longest = max((len(pair.query) for pair in question.pairs), default=0)
-        if longest > most:
-            raise RequestError(413, f"The query has {longest:,} characters; it may have {most:,}.")
-        most = self.settings.max_document_characters
-        faults = {}
-        for place, pair in enumerate(question.pairs):
-            if len(pair.document) > most:
-                faults[place] = f"has {len(pair.document):,} characters; it may have {most:,}."
-        if faults:
-            raise request_error(faults, 413)
+    def _check_size(self, query: str, documents: Sequence[str]) -> None:
+        limits = self.settings
+        sizes = [
+            ("The request", "documents", len(documents), limits.max_documents),
+            ("The query", "characters", len(query), limits.max_query_characters),
+        ]
+        for place, text in enumerate(documents):
+            most = limits.max_document_characters
+            sizes.append((f"Document {place}", "characters", len(text), most))
+        for name, unit, size, most in sizes:
+            if size > most:
+                raise RequestError(413, f"{name} has {size:,} {unit}; it may have {most:,}.")
 
     async def _work(self, request: Request, pairs: Sequence[Pair], explain: bool) -> list[Outcome]:
         """Have the backend score pairs. If the client leaves, the work is cancelled.
@@ -286,8 +262,7 @@ class _Service:
         The time that the request has taken so far counts towards its timeout.
         """
         record = request.state.record
-        limit = self.settings.timeout
-        left = None if limit is None else max(0.001, limit - record.seconds)
+        left = self.settings.seconds_left(record)
         task = asyncio.ensure_future(
             self.backend.score(pairs, client=record.client, timeout=left, explain=explain)
         )

@@ -5,7 +5,7 @@ from typing import Literal
 
 from ..errors import RSRankError
 from ..passages.explanation import Explanation
-from ..passages.parts import Excerpt, Window
+from ..passages.ranked import Scored
 
 Fault = Literal["input", "unscored", "internal"]
 """Why a pair has no score: the pair cannot be used, there is no score, or the model failed."""
@@ -16,26 +16,23 @@ class Outcome:
     """A pair's score, or the reason why the pair has none.
 
     Attributes:
-        score: On the reranker's own scale; None where there is an error.
-        truncated: Whether the document's end was not read.
+        scored: The score; None where there is an error.
         query_truncated: Whether only the first and the last part of the query were read.
-        tokens: Tokens read; 0 where the reranker does not count.
+        explanation: The score taken apart, where that was requested.
         fault: The kind of error; None where there is a score.
-        window: The best window of a document that was read in windows.
-        sentences: All sentences of a document that was read sentence by sentence.
         error: What follows the document's name in a message; about a query, a whole sentence.
-        explanation: The score taken apart, where that was asked for.
     """
 
-    score: float | None
-    truncated: bool = False
-    tokens: int = 0
-    fault: Fault | None = None
-    window: Window | None = None
-    sentences: tuple[Excerpt, ...] = ()
-    error: str = ""
-    explanation: Explanation | None = None
+    scored: Scored | None
     query_truncated: bool = False
+    explanation: Explanation | None = None
+    fault: Fault | None = None
+    error: str = ""
+
+    @property
+    def score(self) -> float | None:
+        """On the reranker's own scale."""
+        return None if self.scored is None else self.scored.score
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +45,7 @@ class Description:
         explains: Whether scores can be taken apart.
         identity: Short hash of everything that decides a score; empty if the model has none.
         max_tokens: The most tokens of a document that are read; None if unknown.
+        complaint: What is wrong with how the model ranks the canary; None if nothing is.
     """
 
     name: str
@@ -55,25 +53,36 @@ class Description:
     explains: bool
     identity: str = ""
     max_tokens: int | None = None
+    complaint: str | None = None
 
 
 class ServiceError(RSRankError):
     """A request that was not answered, though nothing is wrong with the request.
 
-    ``retry_after`` is the number of seconds after which another try makes sense; None if unknown.
+    Attributes:
+        status: HTTP's.
+        retry_after: Seconds after which another try makes sense; None if it makes none.
     """
 
-    def __init__(self, message: str, retry_after: float | None = None) -> None:
-        super().__init__(message)
-        self.retry_after = retry_after
+    status = 503
+    retry_after: float | None = 5.0
 
 
 class OverloadedError(ServiceError):
     """The queue is full."""
 
+    status = 429
+
+    def __init__(self, message: str, retry_after: float) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
 
 class DeadlineError(ServiceError):
     """The request's time was up. The rest of its work has been cancelled."""
+
+    status = 504
+    retry_after = None
 
 
 class UnavailableError(ServiceError):

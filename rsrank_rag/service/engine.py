@@ -2,9 +2,8 @@
 
 import math
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import groupby, islice
 from multiprocessing import parent_process
 from typing import Any
@@ -13,6 +12,7 @@ from ..errors import InputError, ScoringError
 from ..passages.explanation import Explanation
 from ..passages.pairs import Segment, cut
 from ..passages.parts import WHOLE
+from ..passages.ranked import Scored
 from ..reranker import Pair, Reranker
 from .backend import Description, Outcome
 
@@ -30,24 +30,8 @@ class Canary:
     irrelevant: str = "The train leaves the station at noon."
 
 
-CutResult = tuple[Segment, list[int | Outcome]] | Outcome
-"""The next segment of a document with the tokens of each part, or why there are none."""
-
-
-@dataclass(frozen=True, slots=True)
-class BatchResult:
-    """What one batch gave.
-
-    Attributes:
-        outcomes: One for each pair.
-        seconds: Time that the model took.
-        stats: The reranker's counters since it was loaded.
-    """
-
-    outcomes: list[Outcome]
-    seconds: float
-    stats: Mapping[str, float] = field(default_factory=dict)
-
+Parts = tuple[Segment, list[tuple[Pair, int]]]
+"""A segment of a document, and its parts with the tokens that the model runs for each."""
 
 Work = Callable[[Reranker, list[Pair]], list[Any]]
 """Gives one value for each pair."""
@@ -62,32 +46,53 @@ class Engine:
     def __init__(self, reranker: Reranker, name: str) -> None:
         self.reranker = reranker
         self.name = name
+
+    def describe(self, canary: Canary | None) -> Description:
+        """What is served, with what is wrong with how it ranks the canary."""
+        reranker = self.reranker
         try:
             max_tokens = reranker.token_ends("")[1]
         except InputError:
             max_tokens = None
-        self.description = Description(
-            name,
+        return Description(
+            self.name,
             reranker.threshold,
             hasattr(reranker, "explain"),
             reranker.identity(),
             max_tokens,
+            None if canary is None else self._complaint(canary),
         )
 
-    def cut(self, documents: Sequence[tuple[Pair, Segment | None]]) -> list[CutResult]:
-        """The next segment of each document, and what its parts cost."""
-        segments: list[Segment | Outcome] = []
+    def _complaint(self, canary: Canary) -> str | None:
+        texts = (canary.relevant, canary.irrelevant)
+        relevant, irrelevant = self.score([Pair(canary.query, text) for text in texts])
+        if relevant.score is None or irrelevant.score is None:
+            return f"The canary could not be scored: {relevant.error or irrelevant.error}"
+        if relevant.score > irrelevant.score:
+            return None
+        return (
+            f"The canary's relevant passage scored {relevant.score:.4g}, "
+            f"its irrelevant one {irrelevant.score:.4g}."
+        )
+
+    def cut(self, documents: Sequence[tuple[Pair, Segment | None]]) -> list[Parts | Outcome]:
+        """The parts of the next segment of each document, or why there are none."""
+        segments: list[tuple[Segment, int] | Outcome] = []
         parts: list[Pair] = []
         for pair, before in documents:
             try:
                 segment = cut(pair, self._reranker_for(pair).token_ends, before)
-                segments.append(segment)
-                parts += parts_of(pair, segment)
             except BaseException as error:
                 segments.append(_failure(error))
-        costs = iter(self._each(parts, _token_counts))
+            else:
+                of_segment = [pair] if pair.reading == WHOLE else parts_of(pair, segment)
+                segments.append((segment, len(of_segment)))
+                parts += of_segment
+        # A part whose tokens cannot be counted has its error when it is run.
+        counts = [1 if isinstance(n, Outcome) else n for n in self._each(parts, _token_counts)]
+        costed = zip(parts, counts, strict=True)
         return [
-            one if isinstance(one, Outcome) else (one, list(islice(costs, len(one.spans))))
+            one if isinstance(one, Outcome) else (one[0], list(islice(costed, one[1])))
             for one in segments
         ]
 
@@ -95,40 +100,22 @@ class Engine:
         """Score pairs of any clients, each document whole."""
         return self._each(pairs, _outcomes)
 
-    def run(self, pairs: Sequence[Pair]) -> BatchResult:
-        """As `score`, with the time that it took."""
-        return self._timed(pairs, _outcomes)
+    def run(
+        self, pairs: Sequence[Pair], explain: bool = False
+    ) -> tuple[list[Outcome], Mapping[str, int]]:
+        """As `score`, with the reranker's counters since it was loaded.
 
-    def explain(self, pairs: Sequence[Pair]) -> BatchResult:
-        """As `run`, with scores taken apart; an InputError if the model cannot do so."""
-        return self._timed(pairs, self._explained)
-
-    def _timed(self, pairs: Sequence[Pair], work: Work) -> BatchResult:
-        started = time.perf_counter()
-        outcomes = self._each(pairs, work)
-        stats: dict[str, float] = getattr(self.reranker, "stats", dict)()
-        return BatchResult(outcomes, time.perf_counter() - started, stats)
+        ``explain``: take the scores apart; an InputError if the model cannot do so.
+        """
+        outcomes = self._each(pairs, self._explained if explain else _outcomes)
+        return outcomes, getattr(self.reranker, "stats", dict)()
 
     def _explained(self, reranker: Reranker, pairs: list[Pair]) -> list[Outcome]:
         explain: Callable[[str, str], Explanation] | None = getattr(reranker, "explain", None)
         if explain is None:
             raise InputError(f"{self.name} cannot take its scores apart. RSRank models can.")
         explained = [explain(pair.query, pair.document) for pair in pairs]
-        return [Outcome(one.score, one.truncated, explanation=one) for one in explained]
-
-    def check(self, canary: Canary) -> str | None:
-        """What is wrong with how the model ranks the canary; None if nothing is."""
-        texts = (canary.relevant, canary.irrelevant)
-        relevant, irrelevant = self.score([Pair(canary.query, text) for text in texts])
-        if relevant.score is None or irrelevant.score is None:
-            errors = f"{relevant.error} {irrelevant.error}".strip()
-            return f"The canary could not be scored: {errors}"
-        if relevant.score > irrelevant.score:
-            return None
-        return (
-            f"The canary's relevant passage scored {relevant.score:.4g}, "
-            f"its irrelevant one {irrelevant.score:.4g}."
-        )
+        return [Outcome(Scored(one.score, one.truncated), explanation=one) for one in explained]
 
     def _reranker_for(self, pair: Pair) -> Reranker:
         reranker = self.reranker
@@ -166,9 +153,7 @@ class Engine:
 
 
 def parts_of(pair: Pair, segment: Segment) -> list[Pair]:
-    """The parts of a document as pairs whose documents are read whole."""
-    if pair.reading == WHOLE:
-        return [pair]
+    """The parts of a segment as pairs whose documents are read whole."""
     return [
         replace(pair, document=pair.document[start:stop], reading=WHOLE)
         for start, stop in segment.spans
@@ -203,15 +188,12 @@ def _outcomes(reranker: Reranker, pairs: list[Pair]) -> list[Outcome]:
     """Scores as plain numbers, because a model may give a tensor, or what cannot be pickled."""
     outcomes = []
     read = _with_fitting_queries(reranker, pairs)
-    for pair, fitting, scored in zip(pairs, read, reranker.score_pairs(read), strict=True):
-        score = float(scored.score)
-        if math.isfinite(score):
-            is_cut = fitting.query != pair.query
-            outcomes.append(
-                Outcome(score, bool(scored.truncated), int(scored.tokens), query_truncated=is_cut)
-            )
-        else:
-            outcomes.append(Outcome(None, fault="unscored", error=f"scored {score}."))
+    for pair, fitting, one in zip(pairs, read, reranker.score_pairs(read), strict=True):
+        scored = Scored(float(one.score), bool(one.truncated), int(one.tokens))
+        outcome = Outcome(scored, query_truncated=fitting.query != pair.query)
+        if not math.isfinite(scored.score):
+            outcome = Outcome(None, fault="unscored", error=f"scored {scored.score}.")
+        outcomes.append(outcome)
     return outcomes
 
 

@@ -10,27 +10,10 @@ from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 
 from ..errors import InputError
-from .backend import DeadlineError, OverloadedError, ServiceError
-
-# Seconds after which a client should try again, if nothing better is known.
-RETRY_AFTER = 5.0
+from .backend import ServiceError
 
 # Parts of pydantic's locations that name a branch of a union, and no field of the request.
-_BRANCHES = frozenset({"body", "TEI", "NVIDIA", "rerank", "QueryObject", "float"})
-
-# Fields that list documents.
-_LISTS = frozenset({"documents", "texts", "passages"})
-
-ERROR_TYPES = {
-    **dict.fromkeys((400, 413, 422), "Validation"),
-    **dict.fromkeys((404, 405), "NotFound"),
-    **dict.fromkeys((408, 504), "Timeout"),
-    401: "Unauthorized",
-    421: "Validation",
-    429: "Overloaded",
-    503: "Unhealthy",
-}
-"""``error_type`` by status; "Backend" for all others."""
+_BRANCHES = frozenset({"body", "TEI", "NVIDIA", "rerank", "TextObject", "float"})
 
 
 class DocumentError(BaseModel):
@@ -44,7 +27,6 @@ class Error(BaseModel):
     """The body of every error."""
 
     error: str = Field(description="What is wrong (read by clients of TEI).")
-    error_type: str = Field(description="The kind of error.")
     message: str = Field(description="The same as error (read by clients of Cohere).")
     detail: str = Field(description="The same as error (read by clients of Jina and NVIDIA).")
     documents: list[DocumentError] | None = Field(
@@ -55,24 +37,16 @@ class Error(BaseModel):
 class RequestError(HTTPException):
     """A request that gets an HTTP error; ``documents`` maps indices to what is wrong."""
 
-    def __init__(
-        self, status: int, message: str, documents: Mapping[int, str] | None = None
-    ) -> None:
+    def __init__(self, status: int, message: str, documents: Mapping[int, str] = {}) -> None:
         super().__init__(status, message)
-        self.documents = documents or {}
-
-
-def document_errors(faults: Mapping[int, str]) -> list[DocumentError]:
-    """Faults by number of document, in order."""
-    return [DocumentError(index=index, message=faults[index]) for index in sorted(faults)]
+        self.documents = documents
 
 
 def request_error(faults: Mapping[int, str], status: int) -> RequestError:
     """The error of a request with documents that have no score."""
     first = min(faults)
     text = faults[first]
-    is_about_query = text.startswith(("The query", "A query", "An instruction"))
-    if is_about_query and len(set(faults.values())) == 1:
+    if text.startswith(("The query", "A query", "An instruction")):
         return RequestError(status, text)
     more = f" {len(faults) - 1} more documents have errors." if len(faults) > 1 else ""
     return RequestError(status, f"Document {first} {text}{more}", faults)
@@ -81,29 +55,19 @@ def request_error(faults: Mapping[int, str], status: int) -> RequestError:
 def error_response(
     status: int,
     message: str,
-    documents: Mapping[int, str] | None = None,
+    documents: Mapping[int, str] = {},
     headers: Mapping[str, str] | None = None,
 ) -> Response:
     """An error, whose body is an `Error`.
 
-    >>> b'"error_type":"Overloaded"' in error_response(429, "Full.").body
+    >>> b'"detail":"Full."' in error_response(429, "Full.").body
     True
     """
     text = message.encode("utf-8", "replace").decode()
-    body = Error(
-        error=text,
-        error_type=ERROR_TYPES.get(status, "Backend"),
-        message=text,
-        detail=text,
-        documents=document_errors(documents or {}) or None,
-    )
+    rows = [DocumentError(index=index, message=documents[index]) for index in sorted(documents)]
+    body = Error(error=text, message=text, detail=text, documents=rows or None)
     content = body.model_dump_json(exclude_none=True)
     return Response(content, status, headers, media_type="application/json")
-
-
-def described(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Errors of a route, as FastAPI takes them."""
-    return {status: {"model": Error} for status in statuses}
 
 
 def answer_errors(app: FastAPI) -> None:
@@ -111,11 +75,10 @@ def answer_errors(app: FastAPI) -> None:
 
     @app.exception_handler(ServiceError)
     async def not_answered(request: Request, error: ServiceError) -> Response:
-        if isinstance(error, DeadlineError):
-            return error_response(504, str(error))
-        status = 429 if isinstance(error, OverloadedError) else 503
-        wait = math.ceil(error.retry_after or RETRY_AFTER)
-        return error_response(status, str(error), headers={"Retry-After": str(wait)})
+        headers = {}
+        if error.retry_after is not None:
+            headers["Retry-After"] = str(math.ceil(error.retry_after))
+        return error_response(error.status, str(error), headers=headers)
 
     @app.exception_handler(InputError)
     async def unusable(request: Request, error: InputError) -> Response:
@@ -127,7 +90,7 @@ def answer_errors(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
-        documents = getattr(error, "documents", None)
+        documents = getattr(error, "documents", {})
         return error_response(error.status_code, error.detail, documents, error.headers)
 
 
@@ -141,14 +104,13 @@ def _validation_message(errors: Sequence[Any]) -> tuple[str, dict[int, str]]:
     if first["type"] == "json_invalid":
         return f"The body is not JSON: {first['ctx']['error']}.", {}
     place = _field(first)
-    if not place and first["type"] == "model_attributes_type":
+    if not place:
         return "The body must be a JSON object, sent with Content-Type: application/json.", {}
     # A field of several types has an error for each of them.
     messages = [str(error["msg"]) for error in errors if _field(error) == place]
     text = " or ".join(dict.fromkeys(messages)).replace("Value error, ", "")
-    is_document = bool(place) and place[0] in _LISTS and isinstance(place[-1], int)
-    documents = {place[-1]: text} if is_document else {}
-    return f"{'.'.join(map(str, place)) or 'The body'}: {text}.", documents
+    documents = {place[1]: text} if isinstance(place[-1], int) else {}
+    return f"{'.'.join(map(str, place))}: {text}.", documents
 
 
 def _field(error: Any) -> tuple[Any, ...]:

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 
 from ..passages.pairs import Segment, combined
 from ..passages.parts import SEGMENT, WHOLE, Span
-from ..reranker import MOST_TOKENS, Pair, Scored
+from ..reranker import Pair
 from .backend import Outcome
-from .engine import parts_of
+from .engine import Parts
 
 # Characters that are cut in the time in which one token is run, about: `mini` on two cores.
 CHARACTERS_CUT_PER_TOKEN = 100
@@ -49,7 +49,7 @@ class QueueDocument:
         answer: Done when all parts have a score (None) or one has none (its outcome).
         segment: The last one that was cut.
         spans: Of all parts that are known.
-        scored: Outcomes of parts, by place.
+        outcomes: Of the first parts. The parts of a document are run in their order.
     """
 
     client: "QueueClient"
@@ -60,51 +60,49 @@ class QueueDocument:
     answer: "asyncio.Future[Outcome | None]"
     segment: Segment | None = None
     spans: list[Span] = field(default_factory=list)
-    scored: dict[int, Outcome] = field(default_factory=dict)
+    outcomes: list[Outcome] = field(default_factory=list)
 
     def uncut(self) -> "QueueItem":
-        """An item that stands for what is not cut yet, with the cost of about one part."""
-        return QueueItem(self, None, min(self.cost, MOST_TOKENS))
+        """An item for what is not cut yet; its cost is that of cutting the next segment."""
+        start = self.segment.stop if self.segment else 0
+        rest = len(self.pair.document) - start
+        return QueueItem(self, None, 1 + min(rest, SEGMENT) // CHARACTERS_CUT_PER_TOKEN)
 
-    def add(self, segment: Segment, costs: Sequence[int | Outcome]) -> None:
+    def take_parts(self, parts: Parts) -> None:
         """Queue the parts of the next segment, and what is behind them."""
-        items: list[QueueItem] = []
-        for part, cost in zip(parts_of(self.pair, segment), costs, strict=True):
-            if isinstance(cost, Outcome):
-                self.finish(cost)
-                return
-            items.append(QueueItem(self, part, cost, len(self.spans) + len(items)))
-        self.segment = segment
-        self.spans += segment.spans
-        if not segment.is_last:
+        self.segment, costed = parts
+        self.spans += self.segment.spans
+        items = [QueueItem(self, part, cost) for part, cost in costed]
+        if not self.segment.is_last:
             items.append(self.uncut())
         self.client.items.extendleft(reversed(items))
-        self.finish_if_complete()
+        self._finish_if_complete()
+
+    def take_outcome(self, outcome: Outcome) -> None:
+        """Take in the outcome of the next part. If it has no score, the document has none."""
+        if outcome.scored is None:
+            self.finish(outcome)
+        self.outcomes.append(outcome)
+        self._finish_if_complete()
 
     def finish(self, failure: Outcome | None = None) -> None:
         """Answer. Nothing more of the document is scored."""
         if not self.answer.done():
             self.answer.set_result(failure)
 
-    def finish_if_complete(self) -> None:
-        """Answer if all parts are known and have a score."""
-        if self.segment and self.segment.is_last and len(self.scored) == len(self.spans):
+    def _finish_if_complete(self) -> None:
+        if self.segment and self.segment.is_last and len(self.outcomes) == len(self.spans):
             self.finish()
 
     def outcome(self) -> Outcome:
-        """The outcome of the document from those of its parts."""
-        outcomes = [self.scored[place] for place in range(len(self.spans))]
-        if self.pair.reading == WHOLE:
-            return outcomes[0]
-        parts = [Scored(one.score or 0.0, one.truncated, one.tokens) for one in outcomes]
-        whole = combined(self.pair, self.spans, parts)
+        """Why the document has no score, or its outcome from those of its parts."""
+        failure = self.answer.result()
+        if failure is not None or self.pair.reading == WHOLE:
+            return failure or self.outcomes[0]
+        parts = [one.scored for one in self.outcomes if one.scored is not None]
         return Outcome(
-            whole.score,
-            whole.truncated,
-            whole.tokens,
-            window=whole.window,
-            sentences=whole.sentences,
-            query_truncated=any(one.query_truncated for one in outcomes),
+            combined(self.pair, self.spans, parts),
+            any(one.query_truncated for one in self.outcomes),
         )
 
 
@@ -115,37 +113,23 @@ class QueueItem:
     Attributes:
         document: The document.
         part: The part, as a pair that is read whole.
-        cost: Tokens that the model runs; by estimate if the item is to be cut.
-        place: Number of the part in the document.
+        cost: Tokens that the model runs, or would run in the time in which the item is cut.
         deaths: How often the model's process died on the item.
     """
 
     document: QueueDocument
     part: Pair | None
     cost: int
-    place: int = 0
     deaths: int = 0
-
-    @property
-    def method(self) -> str:
-        """The method of the `Engine` that is next."""
-        if self.part is None:
-            return "cut"
-        return "explain" if self.document.explain else "run"
 
     @property
     def is_alone(self) -> bool:
         """Whether the item is a batch by itself."""
-        return self.deaths > 0 or self.method == "explain"
+        return self.deaths > 0 or self.document.explain
 
-    @property
-    def charge(self) -> int:
-        """Tokens that are run in the time that the model's process needs for the item."""
-        if self.part is not None:
-            return self.cost
-        before = self.document.segment
-        rest = len(self.document.pair.document) - (before.stop if before else 0)
-        return 1 + min(rest, SEGMENT) // CHARACTERS_CUT_PER_TOKEN
+    def fail(self, error: str) -> None:
+        """Answer with an error that is not the document's own."""
+        self.document.finish(Outcome(None, fault="internal", error=error))
 
 
 @dataclass(eq=False, slots=True)
@@ -162,20 +146,6 @@ class QueueClient:
     documents: set[QueueDocument] = field(default_factory=set)
     items: deque[QueueItem] = field(default_factory=deque)
 
-    def add(self, documents: Iterable[QueueDocument]) -> None:
-        """Queue documents."""
-        for document in documents:
-            self.documents.add(document)
-            self.items.append(document.uncut())
-
-    def withdraw(self, documents: Iterable[QueueDocument]) -> int:
-        """Take out the documents of a request; returns how many had no answer."""
-        self.documents.difference_update(documents)
-        unanswered = sum(document.answer.cancel() for document in documents)
-        if unanswered:
-            self.items = deque(item for item in self.items if not item.document.answer.done())
-        return unanswered
-
     @property
     def cost(self) -> int:
         """Tokens of all documents, by estimate."""
@@ -188,11 +158,13 @@ class FairQueue:
     Attributes:
         clients: By name.
         clock: Tokens that the client of the last item had had when the item was taken.
+        credit: Tokens by which a client that has asked for little is ahead of others.
     """
 
     def __init__(self) -> None:
         self.clients: dict[str, QueueClient] = {}
         self.clock = 0.0
+        self.credit = 0.0
 
     @property
     def waiting(self) -> dict[str, int]:
@@ -201,25 +173,39 @@ class FairQueue:
             name: len(client.documents) for name, client in self.clients.items() if client.documents
         }
 
-    def has_work(self) -> bool:
-        """Whether anything waits to be cut or to be run."""
-        return any(client.items for client in self.clients.values())
-
-    def join(self, name: str, credit: float) -> QueueClient:
-        """The client of a new request, at most so many tokens ahead of the shared clock."""
-        newest = self.clock - credit
+    def add(
+        self, name: str, pairs: Iterable[Pair], costs: Iterable[int], explain: bool
+    ) -> list[QueueDocument]:
+        """Queue the documents of a client's request."""
+        loop = asyncio.get_running_loop()
+        newest = self.clock - self.credit
         client = self.clients.setdefault(name, QueueClient(newest))
         client.served = max(client.served, newest)
-        return client
+        documents = [
+            QueueDocument(client, pair, explain, loop.time(), cost, loop.create_future())
+            for pair, cost in zip(pairs, costs, strict=True)
+        ]
+        client.documents.update(documents)
+        client.items.extend(document.uncut() for document in documents)
+        return documents
 
-    def forget_clients(self, credit: float) -> None:
-        """Forget clients without requests, unless they have had more than a new client has."""
-        newest = self.clock - credit if self.waiting else math.inf
+    def withdraw(self, documents: Sequence[QueueDocument]) -> int:
+        """Take out the documents of a request; returns how many had no answer.
+
+        Clients without requests are forgotten, unless they have had more than a new client has.
+        """
+        client = documents[0].client
+        client.documents.difference_update(documents)
+        unanswered = sum(document.answer.cancel() for document in documents)
+        if unanswered:
+            client.items = deque(item for item in client.items if not item.document.answer.done())
+        newest = self.clock - self.credit if self.waiting else math.inf
         self.clients = {
             name: client
             for name, client in self.clients.items()
             if client.documents or client.served > newest
         }
+        return unanswered
 
     def next_batch(self, tokens: int) -> list[QueueItem]:
         """Take items of whichever client has had the least, up to so many tokens."""
@@ -228,14 +214,13 @@ class FairQueue:
         while ready := [client for client in served if client.items]:
             client = min(ready, key=served.__getitem__)
             item = client.items[0]
-            if item.document.answer.done():
-                client.items.popleft()
-                continue
-            if batch and (item.cost > tokens or item.is_alone or batch[0].is_alone):
-                break
-            batch.append(client.items.popleft())
-            tokens -= item.cost
-            served[client] += item.cost
+            if not item.document.answer.done():
+                if batch and (item.cost > tokens or item.is_alone or batch[0].is_alone):
+                    break
+                batch.append(item)
+                tokens -= item.cost
+                served[client] += item.cost
+            client.items.popleft()
         return batch
 
     def charge(self, items: Iterable[QueueItem]) -> None:
@@ -243,9 +228,11 @@ class FairQueue:
         for item in items:
             client = item.document.client
             self.clock = max(self.clock, client.served)
-            client.served += item.charge
+            client.served += item.cost
 
-
-def outcomes_of(documents: Sequence[QueueDocument]) -> list[Outcome]:
-    """The outcome of each document: why it has no score, or that of its parts."""
-    return [document.answer.result() or document.outcome() for document in documents]
+    def give_up(self) -> None:
+        """Answer all that waits: there is no model and will be none."""
+        for client in self.clients.values():
+            client.items.clear()
+            for document in client.documents:
+                document.answer.cancel()

@@ -26,6 +26,7 @@ class Record:
         documents: Documents to score.
         tokens: Tokens read.
         kept: Documents in the answer.
+        milliseconds: From the request's arrival to its answer.
     """
 
     id: str
@@ -37,24 +38,19 @@ class Record:
     documents: int | None = None
     tokens: int | None = None
     kept: int | None = None
+    milliseconds: float = 0.0
 
     @property
     def seconds(self) -> float:
         """Seconds since the request came."""
         return time.perf_counter() - self.started
 
-    def write(self, level: int = logging.INFO) -> None:
+    def write(self, level: int) -> None:
         """Log the request with the fields that are known."""
-        fields: dict[str, Any] = {
-            **asdict(self),
-            "milliseconds": round(1000 * self.seconds, 1),
-            "started": None,
-        }
-        logger.log(
-            level,
-            "request",
-            extra={name: value for name, value in fields.items() if value is not None},
-        )
+        self.milliseconds = round(1000 * self.seconds, 1)
+        fields = {name: value for name, value in asdict(self).items() if value is not None}
+        del fields["started"]
+        logger.log(level, "request", extra=fields)
 
 
 class TextlessFormatter(JsonFormatter):

@@ -19,55 +19,29 @@ SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 
 SIZES = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 
 COUNTERS = {
-    "pairs": ("rsrank_documents", "Documents scored, or found to have no score."),
-    "tokens": ("rsrank_tokens", "Tokens read."),
-    "truncated": ("rsrank_truncated_documents", "Documents whose end was not read."),
-    "unscored": (
-        "rsrank_unscored_documents",
-        "Documents without a finite score, or too large for the memory.",
-    ),
-    "failed": (
-        "rsrank_failed_documents",
-        "Documents that could not be used, or on which the model failed.",
-    ),
-    "cancelled": (
-        "rsrank_cancelled_documents",
-        "Documents whose request went away before its answer.",
-    ),
-    "refused": (
-        "rsrank_refused_requests",
-        "Requests refused because the queue was full, or too long for their time.",
-    ),
-    "late": ("rsrank_late_requests", "Requests that were not answered in time."),
-    "batches": ("rsrank_batches", "Batches that the model scored."),
-    "restarts": ("rsrank_restarts", "Times that the model's process was replaced."),
-    "busy_seconds": ("rsrank_busy_seconds", "Time that the model computed."),
-    "model_memory_retries": ("rsrank_memory_retries", "Batches halved because memory ran out."),
-    "model_misses": (
-        "rsrank_prefix_misses",
-        "Documents whose prefix was not cached.",
-    ),
-    "model_evictions": ("rsrank_prefix_evictions", "Prefixes that had to leave the cache."),
-    "model_corrupt": ("rsrank_prefix_corrupt", "Damaged files of prefixes."),
-    "model_write_errors": (
-        "rsrank_prefix_write_errors",
-        "Prefixes that could not be written to disk.",
-    ),
+    "documents": "Documents scored, or without a score.",
+    "failed_documents": "Documents without a score.",
+    "truncated_documents": "Documents whose end was not read.",
+    "cancelled_documents": "Documents whose request went away before its answer.",
+    "refused_requests": "Requests refused because the queue was full, or too long for their time.",
+    "late_requests": "Requests that were not answered in time.",
+    "tokens": "Tokens read.",
+    "restarts": "Times that the model's process was replaced.",
+    "memory_retries": "Batches halved because memory ran out.",
+    "prefix_misses": "Documents whose prefix was not cached.",
+    "prefix_evictions": "Prefixes that had to leave the cache.",
+    "prefix_corrupt": "Damaged files of prefixes.",
+    "prefix_write_errors": "Prefixes that could not be written to disk.",
 }
-"""Names in `Scheduler.stats`, with their names here, to which Prometheus adds ``_total``."""
-
-GAUGES = {
-    "waiting": ("rsrank_waiting_documents", "Documents of requests without an answer yet."),
-    "clients": ("rsrank_waiting_clients", "Clients with such documents."),
-    "tokens_per_second": ("rsrank_tokens_per_second", "The model's speed in full batches."),
-}
+"""Counters of `Scheduler.stats`, to whose names Prometheus adds ``_total``. Those of the prefix
+cache are without ``prefix_`` there."""
 
 PREFIXES: dict[str, tuple[type[CounterMetricFamily | GaugeMetricFamily], str, str]] = {
     "hits": (CounterMetricFamily, "rsrank_prefix_hits", "Documents whose prefix was cached."),
     "bytes": (GaugeMetricFamily, "rsrank_prefix_bytes", "Size of the cached prefixes."),
     "limit": (GaugeMetricFamily, "rsrank_prefix_limit_bytes", "Most that may be cached."),
 }
-"""Likewise, for each place of the prefix cache, such as ``model_disk_hits``."""
+"""Likewise, for each place of the prefix cache, such as ``disk_hits``."""
 
 
 class Metrics(Collector):
@@ -83,15 +57,14 @@ class Metrics(Collector):
         self.registry.register(self)
         ProcessCollector(registry=self.registry)
         # Until a model is loaded, its process is "none", which does not exist.
-        ProcessCollector(
-            "rsrank_model",
-            lambda: getattr(backend.model.loaded, "process", "none"),
-            registry=self.registry,
-        )
+        model_pid = lambda: backend.model.pid or "none"  # noqa: E731
+        ProcessCollector("rsrank_model", model_pid, registry=self.registry)
         histogram = partial(Histogram, registry=self.registry)
-        text = "Time from a request's arrival to its answer."
         self._seconds = histogram(
-            "rsrank_request_seconds", text, ("route", "status"), buckets=SECONDS
+            "rsrank_request_seconds",
+            "Time from a request's arrival to its answer.",
+            ("route", "status"),
+            buckets=SECONDS,
         )
         self._documents = histogram(
             "rsrank_request_documents", "Documents of a request.", ("route",), buckets=SIZES
@@ -108,21 +81,22 @@ class Metrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """Every counter and level of the backend."""
         stats = self.backend.stats()
-        loaded = self.backend.model.loaded
-        ready = float(self.backend.readiness() is None)
-        yield GaugeMetricFamily(
-            "rsrank_ready", "1 if requests are answered as they should be.", ready
-        )
-        yield GaugeMetricFamily("rsrank_open_connections", "Of clients, now.", self.connections())
-        if loaded is not None:
-            labels = {"name": loaded.description.name, "identity": loaded.description.identity}
-            yield InfoMetricFamily("rsrank_model", "What is served.", labels)
-        for kind, names in ((CounterMetricFamily, COUNTERS), (GaugeMetricFamily, GAUGES)):
-            for name in filter(stats.__contains__, names):
-                yield kind(*names[name], value=stats[name])
+        for name, text, value in (
+            ("ready", "1 if requests are answered.", self.backend.readiness() is None),
+            ("open_connections", "Of clients.", self.connections()),
+            ("waiting_documents", "Documents of requests without an answer.", stats["waiting"]),
+            ("tokens_per_second", "The model's speed in full batches.", stats["tokens_per_second"]),
+        ):
+            yield GaugeMetricFamily(f"rsrank_{name}", text, float(value))
+        for name, text in COUNTERS.items():
+            value = stats[name.removeprefix("prefix_")]
+            yield CounterMetricFamily(f"rsrank_{name}", text, value)
         for what, (kind, title, text) in PREFIXES.items():
             family = kind(title, text, labels=["place"])
             for place in ("device", "disk"):
-                if (name := f"model_{place}_{what}") in stats:
-                    family.add_metric([place], stats[name])
+                family.add_metric([place], stats[f"{place}_{what}"])
             yield family
+        model = self.backend.model.description
+        if model is not None:
+            labels = {"name": model.name, "identity": model.identity}
+            yield InfoMetricFamily("rsrank_model", "What is served.", labels)

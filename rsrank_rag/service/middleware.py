@@ -8,7 +8,6 @@ import logging
 import os
 import re
 import uuid
-from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -43,15 +42,15 @@ HEADERS = {
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
-def keys_in(file: Path) -> tuple[str, ...]:
-    """Keys of a file, one a line; raises InputError if it cannot be read or has none."""
+def keys_in(file: Path) -> list[str]:
+    """Keys of a file, separated by white space; InputError if it cannot be read or has none."""
     try:
-        lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
+        keys = file.read_text(encoding="utf-8").split()
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"--api-key-file {file} could not be read: {error}") from error
-    if not any(lines):
+    if not keys:
         raise InputError(f"--api-key-file {file} holds no key. Write one a line.")
-    return tuple(line for line in lines if line)
+    return keys
 
 
 # Input is hidden in errors, because it may be a key.
@@ -92,15 +91,14 @@ class Settings(BaseModel, extra="forbid", frozen=True, hide_input_in_errors=True
             raise ValueError("an API key is empty")
         return keys
 
-    @field_validator("api_key_file")
-    @classmethod
-    def _file_has_keys(cls, file: Path | None) -> Path | None:
-        return file if file is None or keys_in(file) else None
-
     @property
     def closed(self) -> bool:
         """Whether a request needs a key."""
         return bool(self.api_keys) or self.api_key_file is not None
+
+    def seconds_left(self, record: Record) -> float | None:
+        """Seconds until a request's time is up; None for no limit."""
+        return self.timeout and max(0.001, self.timeout - record.seconds)
 
 
 class Keys:
@@ -108,30 +106,32 @@ class Keys:
 
     The file is read for each request: a changed file may have the same size and time as before.
     The keys of a file stay when the file cannot be read any more.
+
+    Raises:
+        InputError: The file cannot be read or holds no key.
     """
 
-    def __init__(self, fixed: Sequence[str], file: Path | None) -> None:
-        self._fixed = [key.strip() for key in fixed]
-        self._file = file
-        self._from_file: tuple[str, ...] = ()
+    def __init__(self, settings: Settings) -> None:
+        self._fixed = [key.get_secret_value().strip() for key in settings.api_keys]
+        self._file = settings.api_key_file
+        self._from_file = keys_in(self._file) if self._file is not None else []
         self._trouble = ""
 
     def find(self, authorization: str) -> bytes | None:
         """The key in an ``Authorization`` header; None if it does not open the service."""
-        if self._file is not None:
-            self._read(self._file)
+        self._read()
         scheme, _, credentials = authorization.partition(" ")
         # Bytes are stripped, because a letter's second byte may be a space of Latin-1.
         sent = credentials.encode("latin-1").strip()
         # All keys are compared, so that the time does not depend on which one matches.
-        keys = [key.encode() for key in (*self._fixed, *self._from_file)]
+        keys = [key.encode() for key in self._fixed + self._from_file]
         matching = [key for key in keys if hmac.compare_digest(key, sent)]
         return matching[0] if matching and scheme.lower() == "bearer" else None
 
-    def _read(self, file: Path) -> None:
+    def _read(self) -> None:
         trouble = ""
         try:
-            self._from_file = keys_in(file)
+            self._from_file = keys_in(self._file) if self._file is not None else []
         except InputError as error:
             trouble = f"{error} The keys that were read before stay."
         if trouble and trouble != self._trouble:
@@ -142,12 +142,11 @@ class Keys:
 class RequestMiddleware:
     """ASGI middleware: checks the host, the key and the size of each request."""
 
-    def __init__(self, app: ASGIApp, *, settings: Settings, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, *, settings: Settings, keys: Keys, metrics: Metrics) -> None:
         self.app = app
         self.settings = settings
         self.metrics = metrics
-        keys = [key.get_secret_value() for key in settings.api_keys]
-        self._keys = Keys(keys, settings.api_key_file)
+        self._keys = keys
         # Without a secret, readers of the logs could try all addresses.
         self._log_secret = os.urandom(16)
         self.open_bytes = 0
@@ -162,11 +161,11 @@ class RequestMiddleware:
         # Clients of Azure send the key by itself.
         azure = f"Bearer {headers.get('api-key', '')}"
         key = self._keys.find(headers.get("authorization", azure))
+        client = key or (scope.get("client") or ("",))[0].encode()
+        client_hash = hashlib.blake2b(client, digest_size=6, key=self._log_secret).hexdigest()
         request_id = headers.get("x-request-id", "")
         if not _REQUEST_ID.fullmatch(request_id):
             request_id = uuid.uuid4().hex
-        client = key if key is not None else (scope.get("client") or ("",))[0].encode()
-        client_hash = hashlib.blake2b(client, digest_size=6, key=self._log_secret).hexdigest()
         record = Record(request_id, client_hash, scope["method"])
         # Without a secret, because prefixes on disk must be found again by the next run.
         salt = hashlib.sha256(client).hexdigest() if self.settings.separate_clients else ""
@@ -186,24 +185,22 @@ class RequestMiddleware:
             await send(message)
 
         body = _Body(receive, self, record)
+        failure = None
         try:
             await self._app_for(scope, headers, key)(scope, body, send_marked)
         except asyncio.CancelledError:
             # By the server, whose time to end is up.
             self.metrics.unanswered += 1
-            if not has_started:
-                ended = error_response(503, "The service has ended.")
-                await ended(scope, receive, send_marked)
+            failure = error_response(503, "The service has ended.")
         except Exception:
             logger.exception("A request failed.", extra={"id": record.id})
-            if not has_started:
-                failed = error_response(500, "The service failed; its log says more.")
-                await failed(scope, receive, send_marked)
-        finally:
-            self.open_bytes -= body.bytes
-            record.route = getattr(scope.get("route"), "path", "other")
-            self.metrics.observe(record)
-            record.write(logging.DEBUG if record.route in QUIET else logging.INFO)
+            failure = error_response(500, "The service failed; its log says more.")
+        if failure and not has_started:
+            await failure(scope, receive, send_marked)
+        self.open_bytes -= body.bytes
+        record.route = getattr(scope.get("route"), "path", "other")
+        self.metrics.observe(record)
+        record.write(logging.DEBUG if record.route in QUIET else logging.INFO)
 
     def _app_for(self, scope: Scope, headers: Headers, key: bytes | None) -> ASGIApp:
         """The app, or the error response of a request that may not reach the app."""
@@ -259,22 +256,20 @@ class _Body:
         if self._is_complete:
             # The next message is that the client has left, at any time.
             return await self._receive()
-        limit = self._middleware.settings.timeout
+        settings = self._middleware.settings
         try:
-            left = None if limit is None else max(0.0, limit - self._record.seconds)
-            message = await asyncio.wait_for(self._receive(), left)
+            message = await asyncio.wait_for(self._receive(), settings.seconds_left(self._record))
         except asyncio.TimeoutError:
-            raise HTTPException(408, f"The body did not arrive in {limit:g} seconds.") from None
-        self._is_complete = message["type"] != "http.request" or not message.get("more_body", False)
-        self._check(len(message.get("body", b"")))
-        return message
-
-    def _check(self, size: int) -> None:
+            text = f"The body did not arrive in {settings.timeout:g} seconds."
+            raise HTTPException(408, text) from None
+        self._is_complete = not message.get("more_body")
+        size = len(message.get("body", b""))
         self.bytes += size
         self._middleware.open_bytes += size
-        most = self._middleware.settings.max_body_bytes
-        if self.bytes > most:
-            raise HTTPException(413, f"The body is too large; it may have {most:,} bytes.")
-        if self._middleware.open_bytes > BODIES * most:
+        if self.bytes > settings.max_body_bytes:
+            text = f"The body is too large; it may have {settings.max_body_bytes:,} bytes."
+            raise HTTPException(413, text)
+        if self._middleware.open_bytes > BODIES * settings.max_body_bytes:
             text = "Too much is being sent at a time. Try again later."
             raise HTTPException(429, text, {"Retry-After": "1"})
+        return message

@@ -15,20 +15,19 @@ item that kills the process twice is answered with an error.
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import math
 import statistics
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 
 from ..errors import RSRankError
 from ..passages.parts import WHOLE
 from ..reranker import CHARACTERS_PER_TOKEN, Pair, Reranker
 from .backend import DeadlineError, Description, Outcome, OverloadedError, UnavailableError
-from .engine import BatchResult, Canary, CutResult
-from .fair_queue import FairQueue, QueueDocument, QueueItem, QueueLimits, outcomes_of
-from .worker import Loading, ModelProcess, ProcessLostError
+from .engine import Canary, Parts
+from .fair_queue import FairQueue, QueueItem, QueueLimits
+from .worker import ModelProcess, ProcessLostError
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +46,8 @@ SHARE = 0.5
 # much. So a short request hardly waits for a large one, and no client gains more than this.
 CREDIT_SECONDS = 0.25
 
-PROBLEMS = ("truncated", "unscored", "failed", "cancelled", "refused", "late")
-COUNTERS = (*PROBLEMS, "pairs", "tokens", "batches", "restarts", "busy_seconds")
+# Longest pause in seconds before a model that could not be loaded is tried again.
+LONGEST_PAUSE = 30.0
 
 
 class Scheduler:
@@ -67,55 +66,49 @@ class Scheduler:
         make: Callable[[], Reranker],
         name: str,
         *,
-        limits: QueueLimits | None = None,
-        canary: Canary | None = Canary(),  # noqa: B008 - it is frozen
+        limits: QueueLimits = QueueLimits(),  # noqa: B008 - it is frozen
+        canary: Canary | None = Canary(),  # noqa: B008 - likewise
         prepare: Callable[[], object] | None = None,
     ) -> None:
         self.name = name
-        self.limits = limits or QueueLimits()
-        self.model = ModelProcess(
-            Loading(make, name, canary, prepare), hang_seconds=self.limits.hang_seconds
-        )
+        self.limits = limits
+        self.model = ModelProcess(make, name, canary, prepare, limits.hang_seconds)
         self.observe_wait: Callable[[float], object] = lambda seconds: None
-        self._trouble = "The service has not been started."
-        self._is_stopping = False
         self.is_ending = False
+        self._stopping = asyncio.Event()
+        self._trouble = "The service has not been started."
         self._queue = FairQueue()
+        self._work = asyncio.Event()
         self._running: list[QueueItem] = []
         self._speeds: deque[float] = deque(maxlen=BATCHES_TIMED)
-        self._work = asyncio.Event()
-        self._ending = asyncio.Event()
         self._runner: asyncio.Task[None] | None = None
-        self._counts: dict[str, float] = dict.fromkeys(COUNTERS, 0)
-        self._model_stats: Mapping[str, float] = {}
+        self._counts = Counter[str]()
+        self._model_stats: Mapping[str, int] = {}
 
     @property
     def description(self) -> Description:
         """The model that is served; raises UnavailableError if nothing is loaded yet."""
-        if self.model.loaded is None:
-            raise UnavailableError(f"{self.name} is not loaded. {self._trouble}", retry_after=1.0)
-        return self.model.loaded.description
+        if self.model.description is None:
+            raise UnavailableError(f"{self.name} is not loaded. {self._trouble}")
+        return self.model.description
 
     def readiness(self) -> str | None:
         """None if requests are answered and the canary scored as it should; else the reason."""
-        if self._is_stopping or self.is_ending:
+        if self.is_ending or self._stopping.is_set():
             return "The service is stopping."
         if self.model.hangs:
             return "The model does not answer."
         if not self._trouble and self.model.is_gone():
             self._work.set()
             return "The model's process is gone; it is being replaced."
-        return self._trouble or getattr(self.model.loaded, "complaint", None)
+        return self._trouble or getattr(self.model.description, "complaint", None)
 
-    def stats(self) -> dict[str, float]:
-        """Counters and levels, see `metrics`; the reranker's own begin with model_."""
-        return {
-            **self._counts,
-            "waiting": sum(self._queue.waiting.values()),
-            "clients": len(self._queue.waiting),
-            "tokens_per_second": self._speed,
-            **{f"model_{name}": value for name, value in self._model_stats.items()},
-        }
+    def stats(self) -> Counter[str]:
+        """Counters and levels, see `metrics`, and those of the reranker."""
+        stats = Counter({**self._counts, **self._model_stats})
+        stats["waiting"] = sum(self._queue.waiting.values())
+        stats["tokens_per_second"] = int(self._speed)
+        return stats
 
     @property
     def _speed(self) -> float:
@@ -128,11 +121,6 @@ class Scheduler:
         speeds = [self._speed, *self._speeds]
         return max(1, int(min(speeds[0], speeds[-1]) * self.limits.batch_seconds))
 
-    @property
-    def _credit(self) -> float:
-        """Tokens by which a client that has asked for little is ahead of others."""
-        return self._speed * CREDIT_SECONDS
-
     async def start(self) -> None:
         """Load the model and check it; returns when it can score, or raises what loading raises."""
         self._trouble = "The model is being loaded."
@@ -144,7 +132,7 @@ class Scheduler:
         self._trouble = ""
         if self.readiness() is not None:
             logger.warning("%s", self.readiness())
-        self._runner = asyncio.create_task(self._supervised())
+        self._runner = asyncio.create_task(self._run())
 
     def end_soon(self) -> None:
         """Report from now on that the service is not ready; requests are taken until `stop`."""
@@ -152,15 +140,13 @@ class Scheduler:
 
     async def stop(self) -> None:
         """Take no more work, finish what is there, and let the model go."""
-        self._is_stopping = True
+        self._stopping.set()
+        self._work.set()
         if self._runner is not None:
-            self._work.set()
-            self._ending.set()
             if self._running and not self._queue.waiting:
                 # Nobody waits for what the model is doing.
                 self.model.kill()
             await asyncio.wait([self._runner])
-            self._runner = None
         await asyncio.to_thread(self.model.end)
 
     async def score(
@@ -190,33 +176,26 @@ class Scheduler:
             return []
         costs = [self._estimate(pair) for pair in pairs]
         self._admit(costs, client, timeout)
-        loop = asyncio.get_running_loop()
-        owner = self._queue.join(client, self._credit)
-        documents = [
-            QueueDocument(owner, pair, explain, loop.time(), cost, loop.create_future())
-            for pair, cost in zip(pairs, costs, strict=True)
-        ]
-        owner.add(documents)
+        documents = self._queue.add(client, pairs, costs, explain)
         self._work.set()
         try:
             _, late = await asyncio.wait([one.answer for one in documents], timeout=timeout)
         finally:
-            self._counts["cancelled"] += owner.withdraw(documents)
-            self._queue.forget_clients(self._credit)
+            self._counts["cancelled_documents"] += self._queue.withdraw(documents)
+            self._work.set()
         if late:
-            self._counts["late"] += 1
+            self._counts["late_requests"] += 1
             raise DeadlineError(
                 f"There was no answer in {timeout:.4g} seconds; the work has been cancelled."
             )
         if documents[0].answer.cancelled():
             raise UnavailableError(self._trouble)
         # In a thread, because a document may have very many sentences.
-        outcomes = await asyncio.to_thread(outcomes_of, documents)
-        self._counts["pairs"] += len(outcomes)
+        outcomes = await asyncio.to_thread(lambda: [one.outcome() for one in documents])
         for outcome in outcomes:
-            self._counts["truncated"] += outcome.truncated
-            self._counts["unscored"] += outcome.fault == "unscored"
-            self._counts["failed"] += outcome.fault in ("input", "internal")
+            self._counts["documents"] += 1
+            self._counts["failed_documents"] += outcome.scored is None
+            self._counts["truncated_documents"] += bool(outcome.scored and outcome.scored.truncated)
         return outcomes
 
     def _estimate(self, pair: Pair) -> int:
@@ -229,11 +208,11 @@ class Scheduler:
 
     def _admit(self, costs: Sequence[int], client: str, timeout: float | None) -> None:
         """Take a request, or raise: the service stops, the queue is full, or there is no time."""
-        if self._runner is None or self._is_stopping:
-            raise UnavailableError(f"No requests are taken. {self.readiness()}", retry_after=5.0)
+        if self._runner is None or self._stopping.is_set():
+            raise UnavailableError(f"No requests are taken. {self.readiness()}")
         waiting = self._queue.waiting
         total = sum(waiting.values())
-        if not waiting:
+        if not total:
             return
         seconds = 0.0
         # A client may fill what it leaves free for others.
@@ -251,7 +230,7 @@ class Scheduler:
             if seconds <= 0:
                 return
             reason = f"an answer in {timeout:.4g} seconds"
-        self._counts["refused"] += 1
+        self._counts["refused_requests"] += 1
         raise OverloadedError(
             f"{total:,} documents are waiting or being scored, too many for {reason}. "
             "Try again later.",
@@ -260,56 +239,48 @@ class Scheduler:
 
     # The loop
 
-    async def _supervised(self) -> None:
-        """The loop, which goes on after every error, because all requests depend on it."""
-        while True:
-            try:
-                return await self._run()
-            except Exception:
-                logger.exception("The queue failed and goes on.")
-                for item in self._running:
-                    self._fail(item, "The service failed.")
-
     async def _run(self) -> None:
-        while self._queue.has_work() or not self._is_stopping:
+        """Run batches until the end. No error ends the loop, because all requests depend on it."""
+        while self._queue.waiting or not self._stopping.is_set():
             self._work.clear()
+            self._queue.credit = CREDIT_SECONDS * self._speed
             if self.model.is_gone():
                 await self._restart()
-            elif self._queue.has_work():
-                self._running = self._queue.next_batch(self._batch_tokens)
-                # What is not cut yet is cut before the batch is run.
-                uncut = [item for item in self._running if item.part is None]
-                await self._do(uncut or self._running)
-                self._running = []
-            else:
+                continue
+            self._running = self._queue.next_batch(self._batch_tokens)
+            if not self._running:
                 await self._work.wait()
+                continue
+            # What is not cut yet is cut before the batch is run.
+            work = [item for item in self._running if item.part is None] or self._running
+            self._queue.charge(work)
+            try:
+                await self._do(work)
+            except ProcessLostError:
+                for item in work:
+                    item.deaths += 1
+                    if item.deaths > 1:
+                        item.fail("ended the model's process, twice.")
+                self._take_parts({})
+                await self._restart()
+            except Exception as error:
+                logger.exception("A batch failed.")
+                for item in self._running:
+                    item.fail(str(error) if isinstance(error, RSRankError) else "was lost.")
+            self._running = []
 
     async def _do(self, work: Sequence[QueueItem]) -> None:
-        """Have the model's process cut or run a batch, and take in the answer."""
-        if not work:
-            return
-        self._queue.charge(work)
-        arguments = [item.part or (item.document.pair, item.document.segment) for item in work]
-        try:
-            answer = await self.model.call(work[0].method, arguments)
-        except ProcessLostError:
-            for item in work:
-                item.deaths += 1
-                if item.deaths > 1:
-                    self._fail(item, "ended the model's process, twice.")
-            self._take_parts({})
-            if not self._is_stopping or self._queue.waiting:
-                await self._restart()
-        except RSRankError as error:
-            for item in self._running:
-                self._fail(item, str(error))
+        """Have the model's process cut or run items, and take in the results."""
+        if work[0].part is None:
+            documents = [(item.document.pair, item.document.segment) for item in work]
+            parts = await self.model.call("cut", documents)
+            self._take_parts(dict(zip(work, parts, strict=True)))
         else:
-            if isinstance(answer, BatchResult):
-                self._take_outcomes(work, answer)
-            else:
-                self._take_parts(dict(zip(work, answer, strict=True)))
+            pairs = [item.part for item in work]
+            answer = await self.model.call("run", pairs, work[0].document.explain)
+            self._take_outcomes(work, *answer)
 
-    def _take_parts(self, results: Mapping[QueueItem, CutResult]) -> None:
+    def _take_parts(self, results: Mapping[QueueItem, Parts | Outcome]) -> None:
         """Queue the parts of documents that were cut, and again what else the batch has."""
         for item in reversed(self._running):
             result = results.get(item)
@@ -318,35 +289,29 @@ class Scheduler:
             elif isinstance(result, Outcome):
                 item.document.finish(result)
             else:
-                item.document.add(*result)
+                item.document.take_parts(result)
 
-    def _take_outcomes(self, batch: Sequence[QueueItem], result: BatchResult) -> None:
-        """Take in outcomes of parts. If a part has no score, its document has none."""
-        self._model_stats = result.stats
-        self._counts["batches"] += 1
-        self._counts["busy_seconds"] += result.seconds
+    def _take_outcomes(
+        self, batch: Sequence[QueueItem], outcomes: list[Outcome], stats: Mapping[str, int]
+    ) -> None:
+        self._model_stats = stats
+        seconds = self.model.seconds
         cost = sum(item.cost for item in batch)
         # A small batch says little about the speed of a full one.
         if cost >= self._batch_tokens / 2:
-            self._speeds.append(cost / max(result.seconds, 1e-6))
-        ended = asyncio.get_running_loop().time()
-        for item, outcome in zip(batch, result.outcomes, strict=True):
-            document = item.document
-            self._counts["tokens"] += outcome.tokens
-            if item.place == 0:
-                self.observe_wait(ended - result.seconds - document.arrived)
-            if outcome.score is None:
-                document.finish(outcome)
-            else:
-                document.scored[item.place] = outcome
-                document.finish_if_complete()
-
-    def _fail(self, item: QueueItem, error: str) -> None:
-        item.document.finish(Outcome(None, fault="internal", error=error))
+            self._speeds.append(cost / max(seconds, 1e-6))
+        began = asyncio.get_running_loop().time() - seconds
+        for item, outcome in zip(batch, outcomes, strict=True):
+            if not item.document.outcomes:
+                self.observe_wait(began - item.document.arrived)
+            if outcome.scored is not None:
+                self._counts["tokens"] += outcome.scored.tokens
+            item.document.take_outcome(outcome)
 
     async def _restart(self) -> None:
         """Replace a dead process; if that fails, try again ever more slowly."""
-        for attempt in itertools.count():
+        pause = 0.5
+        while self._queue.waiting or not self._stopping.is_set():
             self._counts["restarts"] += 1
             self._trouble = "The model is being loaded."
             try:
@@ -357,20 +322,12 @@ class Scheduler:
                     "The model's process died and could not be replaced; the log says why."
                 )
                 logger.error("The model's process could not be replaced: %s", error)
-                pause = min(30.0, 0.5 * 2 ** min(attempt, 6))
                 with contextlib.suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(self._ending.wait(), pause)
-                if self._is_stopping:
-                    self._give_up()
+                    await asyncio.wait_for(self._stopping.wait(), pause)
+                    self._queue.give_up()
                     return
+                pause = min(LONGEST_PAUSE, 2 * pause)
             else:
                 self._trouble = ""
                 logger.warning("The model's process died and was replaced.")
                 return
-
-    def _give_up(self) -> None:
-        """Answer all that waits: there is no model and will be none."""
-        for client in self._queue.clients.values():
-            client.items.clear()
-            for document in client.documents:
-                document.answer.cancel()

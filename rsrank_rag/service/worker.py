@@ -31,9 +31,6 @@ FIRST_LOAD = 1800.0
 LATER_LOAD = 60.0
 TIMES_FIRST = 5.0
 
-# The first call to the model's process; others name methods of `Engine`.
-LOAD = "load"
-
 # Part of the time limit after which the service is not ready.
 SILENCE = 0.1
 
@@ -42,65 +39,32 @@ class ProcessLostError(Exception):
     """The model's process died, or was killed because it did not answer."""
 
 
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """A model that is ready: its process, its description, and its canary's failure, if any."""
-
-    process: int
-    description: Description
-    complaint: str | None
-
-
-@dataclass(frozen=True)
-class Loading:
-    """How the model is loaded; picklable.
-
-    Attributes:
-        make: Loads the model.
-        name: What the model is called.
-        canary: Scored after each load; None for none.
-        prepare: Called in the model's process first, such as to set up its logs.
-    """
-
-    make: Callable[[], Reranker]
-    name: str
-    canary: Canary | None
-    prepare: Callable[[], object] | None = None
-
-    def __call__(self) -> tuple[Engine, Loaded]:
-        """Load the model and try it out; every error becomes an RSRankError."""
-        try:
-            engine = Engine(self.make(), self.name)
-        except RSRankError:
-            raise
-        except BaseException as error:
-            # The message can be shown, because no client's text has been seen yet.
-            text = f"{self.name} could not be loaded ({type(error).__name__}: {error})."
-            raise RSRankError(text) from error
-        complaint = None if self.canary is None else engine.check(self.canary)
-        return engine, Loaded(os.getpid(), engine.description, complaint)
+def load(make: Callable[[], Reranker], name: str) -> Engine:
+    """The engine of a model; every error becomes an RSRankError."""
+    try:
+        return Engine(make(), name)
+    except RSRankError:
+        raise
+    except BaseException as error:
+        # The message can be shown, because no client's text has been seen yet.
+        text = f"{name} could not be loaded ({type(error).__name__}: {error})."
+        raise RSRankError(text) from error
 
 
-def answer_calls(connection: Connection, loading: Loading) -> None:
-    """Load the model, then answer calls of `Engine` methods until None comes.
+def answer_calls(connection: Connection, make: Callable[[], Reranker], name: str) -> None:
+    """Answer calls of `Engine` methods until the connection ends. The first one loads the model.
 
     Answers are pairs of a result and an error, one of which is None. Only RSRankErrors are sent:
     SystemExit or a panic in Rust would end the other side's event loop, and messages of foreign
     errors may quote a document.
     """
     engine: Engine | None = None
-
-    def answer(method: str, argument: object) -> Any:
-        nonlocal engine
-        if method == LOAD:
-            engine, loaded = loading()
-            return loaded
-        return getattr(engine, method)(argument)
-
     with connection, contextlib.suppress(EOFError, OSError):
-        while (call := connection.recv()) is not None:
+        while True:
+            method, arguments = connection.recv()
             try:
-                connection.send((answer(*call), None))
+                engine = engine or load(make, name)
+                connection.send((getattr(engine, method)(*arguments), None))
             except DeviceLostError as error:
                 logger.error("The device is lost (%s); the model's process ends.", error)
                 os._exit(1)
@@ -108,17 +72,22 @@ def answer_calls(connection: Connection, loading: Loading) -> None:
                 connection.send((None, error))
             except BaseException as error:
                 logger.exception("The model failed.")
-                name = type(error).__name__
-                connection.send((None, RSRankError(f"The model failed ({name}).")))
+                text = f"The model failed ({type(error).__name__})."
+                connection.send((None, RSRankError(text)))
 
 
-def main(connection: Connection, loading: Loading) -> None:
+def main(
+    connection: Connection,
+    make: Callable[[], Reranker],
+    name: str,
+    prepare: Callable[[], object] | None,
+) -> None:
     """What the model's process does. It ends with its parent, and not before."""
     # Ctrl-C, a service manager and a closed terminal reach the whole group of processes, but the
     # parent needs this process to finish its work.
-    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    for number in ("SIGINT", "SIGTERM", "SIGHUP"):
+        if hasattr(signal, number):
+            signal.signal(getattr(signal, number), signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None
 
@@ -130,46 +99,60 @@ def main(connection: Connection, loading: Loading) -> None:
     trim_regularly()
     # The default lock is shared between processes, and leaks when this process is killed.
     tqdm.set_lock(threading.RLock())
-    if loading.prepare is not None:
-        loading.prepare()
-    answer_calls(connection, loading)
+    if prepare is not None:
+        prepare()
+    answer_calls(connection, make, name)
 
 
-def trim_regularly(seconds: float = 20.0) -> bool:
-    """Give freed memory back to the system again and again, from a thread.
+def trim_regularly(seconds: float = 20.0) -> None:
+    """Give freed memory back to the system again and again, from a thread, if glibc is in use.
 
     glibc by itself keeps freed memory in pieces, into which texts of other lengths do not fit.
-    Returns whether the C library can do this.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is None:
-        return False
 
     def run() -> None:
-        while True:
+        while trim is not None:
             time.sleep(seconds)
             trim(0)
 
     threading.Thread(target=run, name="rsrank-trim", daemon=True).start()
-    return True
 
 
+@dataclass
 class ModelProcess:
     """The process that holds the model. One call at a time.
 
     Args:
-        loading: How the model is loaded.
+        make: Loads the model. It must be picklable, and so must the model's results.
+        name: What the model is called.
+        canary: Scored after each load; None for none.
+        prepare: Called in the process before all else, such as to set up its logs.
         hang_seconds: Seconds without an answer after which the process is killed.
+
+    Attributes:
+        description: The model; None before the first load.
+        seconds: What the last call took.
+        hangs: Whether the process has been silent for long.
     """
 
-    def __init__(self, loading: Loading, hang_seconds: float) -> None:
-        self.loading = loading
-        self.hang_seconds = hang_seconds
-        self.loaded: Loaded | None = None
-        self.load_seconds = 0.0
-        self.hangs = False
-        self._process: Any = None
-        self._connection: Connection | None = None
+    make: Callable[[], Reranker]
+    name: str
+    canary: Canary | None
+    prepare: Callable[[], object] | None
+    hang_seconds: float
+    description: Description | None = None
+    seconds: float = 0.0
+    hangs: bool = False
+    _load_limit: float = FIRST_LOAD
+    _process: Any = None
+    _connection: Any = None
+
+    @property
+    def pid(self) -> int | None:
+        """The process's number; None if there is no process."""
+        pid: int | None = getattr(self._process, "pid", None)
+        return pid
 
     async def start(self) -> None:
         """Load the model in a new process, instead of one that is gone.
@@ -182,49 +165,44 @@ class ModelProcess:
         await asyncio.to_thread(self.end)
         self._connection, theirs = multiprocessing.Pipe()
         self._process = self._launch(theirs)
-        limit = LATER_LOAD + TIMES_FIRST * self.load_seconds if self.loaded else FIRST_LOAD
-        started = time.perf_counter()
         try:
-            loaded: Loaded = await self._answer(LOAD, None, limit)
+            self.description = await self._answer("describe", (self.canary,), self._load_limit)
         except ProcessLostError:
-            raise UnavailableError(
-                f"The process that was to hold {self.loading.name} ended while it was loading."
-            ) from None
-        seconds = time.perf_counter() - started
-        if self.loaded is None:
-            self.load_seconds = seconds
-        self.loaded = loaded
-        logger.info("%s was loaded in %.1f s.", self.loading.name, seconds)
+            text = f"The process that was to hold {self.name} ended while it was loading."
+            raise UnavailableError(text) from None
+        if self._load_limit == FIRST_LOAD:
+            self._load_limit = LATER_LOAD + TIMES_FIRST * self.seconds
+        logger.info("%s was loaded in %.1f s.", self.name, self.seconds)
 
     def _launch(self, connection: Connection) -> Any:
         # A forked copy of threads and CUDA would not work.
-        context = multiprocessing.get_context("spawn")
-        process = context.Process(target=main, args=(connection, self.loading), daemon=True)
+        process = multiprocessing.get_context("spawn").Process(
+            target=main, args=(connection, self.make, self.name, self.prepare), daemon=True
+        )
         process.start()
         connection.close()
         return process
 
-    async def call(self, method: str, argument: Any) -> Any:
+    async def call(self, method: str, *arguments: Any) -> Any:
         """Call a method of the `Engine`.
 
         Raises:
             RSRankError: The model's own error, or one in place of any other error.
             ProcessLostError: The process died, or was killed because it did not answer.
         """
-        return await self._answer(method, argument, self.hang_seconds)
+        return await self._answer(method, arguments, self.hang_seconds)
 
-    async def _answer(self, method: str, argument: Any, limit: float) -> Any:
-        connection = self._connection
-        assert connection is not None
-
+    async def _answer(self, method: str, arguments: tuple[Any, ...], limit: float) -> Any:
         def exchange() -> tuple[Any, RSRankError | None]:
             # In a thread: large messages block, and unpickling very many sentences takes seconds.
-            connection.send((method, argument))
-            answer: tuple[Any, RSRankError | None] = connection.recv()
+            started = time.perf_counter()
+            self._connection.send((method, arguments))
+            answer: tuple[Any, RSRankError | None] = self._connection.recv()
+            self.seconds = time.perf_counter() - started
             return answer
 
         exchanged = asyncio.ensure_future(asyncio.to_thread(exchange))
-        # A batch takes a tenth of a second, so a long silence is told before it is ended.
+        # A batch takes a tenth of a second, so /ready reports a long silence before it is ended.
         for seconds in (SILENCE * limit, (1 - SILENCE) * limit):
             done, _ = await asyncio.wait([exchanged], timeout=seconds)
             self.hangs = not done
@@ -252,10 +230,7 @@ class ModelProcess:
 
     def end(self) -> None:
         """Let the model go after what it is doing. Blocks."""
-        if self._process is not None and self._connection is not None:
-            with contextlib.suppress(OSError):
-                self._connection.send(None)
-            self._process.join()
+        if self._process is not None:
             self._connection.close()
+            self._process.join()
             self._process = None
-            self._connection = None

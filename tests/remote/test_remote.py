@@ -176,7 +176,6 @@ async def test_all_scores_are_asked_for_raw_whatever_the_services_settings(
         {
             "query": QUERY,
             "documents": ["a\ufffd\ufffd", "b\ufffd"],
-            "partial": False,
             "threshold": None,
             "normalize": False,
         }
@@ -683,7 +682,7 @@ async def test_a_full_queue_is_waited_for_and_a_deadline_is_not_tried_again(asyn
         first, second, third = (
             asyncio.create_task(RemoteReranker(address).arank("q", ["1"])) for _ in range(3)
         )
-        await until(lambda: queue.stats()["refused"] > 0)
+        await until(lambda: queue.stats()["refused_requests"] > 0)
         model.open.set()
         assert {len((await call).dropped) for call in (first, second, third)} == {1}
     with serving(model, timeout=5.0) as (
@@ -693,7 +692,7 @@ async def test_a_full_queue_is_waited_for_and_a_deadline_is_not_tried_again(asyn
         model.open.clear()
         with pytest.raises(RemoteError, match=r"answered 504: There was no answer in") as caught:
             await rank(RemoteReranker(address), asynchronous, "q", ["1"])
-        assert (caught.value.status, caught.value.transient, queue.stats()["late"]) == (
+        assert (caught.value.status, caught.value.transient, queue.stats()["late_requests"]) == (
             504,
             False,
             1,
@@ -711,11 +710,15 @@ async def test_a_cancelled_call_leaves_the_services_queue():
         await until(lambda: queue.stats()["waiting"] == 2)
         waiting.cancel()
         busy.cancel()
-        await until(lambda: queue.stats()["cancelled"] == 2)
+        await until(lambda: queue.stats()["cancelled_documents"] == 2)
         model.open.set()
         left = await asyncio.gather(busy, waiting, return_exceptions=True)
         assert [type(found) for found in left] == [asyncio.CancelledError] * 2
-        assert (queue.stats()["waiting"], queue.stats()["cancelled"], model.calls) == (0, 2, 1)
+        assert (queue.stats()["waiting"], queue.stats()["cancelled_documents"], model.calls) == (
+            0,
+            2,
+            1,
+        )
 
 
 # Loops, threads, processes

@@ -160,7 +160,7 @@ def test_no_request_is_lost_when_the_service_ends_with_clients_that_keep_connect
         clients = [threading.Thread(target=ask, args=(url,)) for _ in range(4)]
         for client in clients:
             client.start()
-        wait_until(lambda: app.state.backend.stats()["pairs"] >= 30)
+        wait_until(lambda: app.state.backend.stats()["documents"] >= 30)
         assert not closing
         served.handle_exit(signal.SIGTERM, None)
         for one in (thread, *clients):

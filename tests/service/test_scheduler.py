@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from collections import Counter
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,16 +22,16 @@ from rsrank_rag import Reranker
 from rsrank_rag.errors import ArtifactError, InputError, RSRankError, ScoringError
 from rsrank_rag.passages.parts import WHOLE, Reading
 from rsrank_rag.reranker import Pair, Scored, score_in_parts
-from rsrank_rag.service import engine, worker
 from rsrank_rag.service import scheduler as scheduler_module
+from rsrank_rag.service import worker
 from rsrank_rag.service.backend import DeadlineError, OverloadedError, UnavailableError
 from rsrank_rag.service.engine import Canary, Engine
-from rsrank_rag.service.fair_queue import QueueLimits
+from rsrank_rag.service.fair_queue import FairQueue, QueueLimits
 from rsrank_rag.service.scheduler import Scheduler
 
 
 class Clock:
-    """The engine's time, which passes only where a model says so."""
+    """The time that a call takes, which passes only where a model says so."""
 
     now = 0.0
 
@@ -43,7 +42,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     found = Clock()
-    monkeypatch.setattr(engine, "time", found)
+    monkeypatch.setattr(worker, "time", found)
     return found
 
 
@@ -155,12 +154,18 @@ class running:
         await self.scheduler.stop()
 
 
+class WithoutCredit(FairQueue):
+    """A queue in which no client is ahead of another."""
+
+    credit = property(lambda self: 0.0, lambda self, credit: None)
+
+
 def numbers(reranker, batch_tokens=None, **limits):
     """A scheduler of a reranker; ``batch_tokens`` fixes the size of batches, without credit."""
     started = running(lambda: reranker, thread=True, limits=QueueLimits(**limits))
     if batch_tokens is not None:
-        fixed = {"_batch_tokens": batch_tokens, "_credit": 0.0}
-        started.scheduler.__class__ = type("Fixed", (Scheduler,), fixed)
+        started.scheduler.__class__ = type("Fixed", (Scheduler,), {"_batch_tokens": batch_tokens})
+        started.scheduler._queue = WithoutCredit()
     return started
 
 
@@ -189,7 +194,7 @@ async def test_scores_come_back_in_the_order_of_the_request():
     async with numbers(Numbers()) as scheduler:
         assert scores(await scheduler.score(pairs(3, 1, 2))) == [3, 1, 2]
         assert await scheduler.score([]) == []
-        assert scheduler.stats()["pairs"] == 3
+        assert scheduler.stats()["documents"] == 3
 
 
 async def test_requests_that_wait_together_share_a_batch():
@@ -323,7 +328,7 @@ async def test_a_request_beyond_the_limit_is_refused_with_a_time_to_come_back():
         reranker.may_go_on.set()
         assert scores(await second) == [1, 2, 3]
         await first
-        assert scheduler.stats()["refused"] == 1
+        assert scheduler.stats()["refused_requests"] == 1
         assert scores(await scheduler.score(pairs(*range(9)))) == list(
             range(9)
         )  # one that is too large waits for none
@@ -338,8 +343,8 @@ async def test_late_work_is_cancelled_and_says_so():
         assert scheduler.stats()["waiting"] == 0
         reranker.may_go_on.set()
         assert scores(await scheduler.score(pairs(7), timeout=60)) == [7]
-        assert scheduler.stats()["late"] == 1
-        assert scheduler.stats()["cancelled"] == 20
+        assert scheduler.stats()["late_requests"] == 1
+        assert scheduler.stats()["cancelled_documents"] == 20
     assert reranker.batches == [["0", "1"], ["7"]]  # the running batch ended, the rest never ran
 
 
@@ -534,13 +539,13 @@ async def test_a_real_model_explains_and_counts(ranker):
     async with running(lambda: ranker, thread=True) as scheduler:
         explanation = (await explained(scheduler, "In 1932.", "When?")).explanation
         assert explanation.score == pytest.approx(ranker.score("When?", ["In 1932."])[0], abs=1e-4)
-        assert (await scheduler.score(pairs("In 1932.", query="When?")))[0].tokens > 3
+        assert (await scheduler.score(pairs("In 1932.", query="When?")))[0].scored.tokens > 3
 
 
 async def test_a_process_that_dies_is_replaced_and_no_request_is_lost(tmp_path):
     (tmp_path / "flag").touch()
     async with running(partial(Mortal, tmp_path)) as scheduler:
-        first = scheduler.model.loaded.process
+        first = scheduler.model.pid
         assert first != os.getpid()
         found = await asyncio.gather(
             scheduler.score(pairs("a", "die once", "bb"), client="one"),
@@ -548,18 +553,18 @@ async def test_a_process_that_dies_is_replaced_and_no_request_is_lost(tmp_path):
         )
         assert [scores(outcomes) for outcomes in found] == [[1, 8, 2], [3]]
         assert scheduler.stats()["restarts"] == 1
-        assert scheduler.model.loaded.process != first
+        assert scheduler.model.pid != first
 
 
 async def test_a_process_killed_from_outside_is_replaced(tmp_path):
     async with running(partial(Mortal, tmp_path)) as scheduler:
-        os.kill(scheduler.model.loaded.process, signal.SIGKILL)
+        os.kill(scheduler.model.pid, signal.SIGKILL)
         assert scores(await scheduler.score(pairs("a", "bb"), timeout=60)) == [1, 2]
 
 
 async def test_a_process_killed_while_idle_is_missed_by_whoever_asks_whether_all_is_well(tmp_path):
     async with running(partial(Mortal, tmp_path)) as scheduler:
-        os.kill(scheduler.model.loaded.process, signal.SIGKILL)
+        os.kill(scheduler.model.pid, signal.SIGKILL)
         await until(lambda: scheduler.readiness() is not None)
         await until(lambda: scheduler.readiness() is None)
         assert scheduler.stats()["restarts"] == 1
@@ -661,7 +666,7 @@ async def test_the_models_process_ends_with_its_parent(tmp_path):
         "async def main():\n"
         "    s = t.Scheduler(partial(t.Mortal, Path(sys.argv[1])), 'fake', canary=None); await "
         "s.start()\n"
-        "    print(s.model.loaded.process, flush=True); await asyncio.sleep(60)\n"
+        "    print(s.model.pid, flush=True); await asyncio.sleep(60)\n"
         "if __name__ == '__main__': asyncio.run(main())\n"
     )
     script = tmp_path / "main.py"
@@ -724,7 +729,7 @@ async def test_an_error_on_one_document_fails_only_that_one_and_the_next_request
     thread,
 ):
     async with running(Raising, thread=thread) as scheduler:
-        first = scheduler.model.loaded.process
+        first = scheduler.model.pid
         for bad in RAISED:
             found = await asyncio.gather(
                 scheduler.score(pairs(1, bad, 2), client="guilty"),
@@ -734,7 +739,7 @@ async def test_an_error_on_one_document_fails_only_that_one_and_the_next_request
             assert "secret" not in found[0][1].error
             assert (await explained(scheduler, bad)).fault in ("input", "internal")
         assert scheduler.readiness() is None
-        assert scheduler.model.loaded.process == first
+        assert scheduler.model.pid == first
         assert scheduler.stats()["restarts"] == 0
 
 
@@ -844,13 +849,13 @@ class Counted(Reranker):
 class Timed(SimpleNamespace):
     """In the place of the model's process. Its work takes the loop's time, which is simulated."""
 
-    loaded, hangs, load_seconds = None, False, 0.0
+    hangs, pid = False, None
     speed = 10_000.0  # tokens a second
     cut_speed = 1_000_000.0  # characters a second
     overhead = 0.005  # seconds a batch
 
     def __init__(self, engine):
-        super().__init__(engine=engine, longest=0.0)
+        super().__init__(engine=engine, longest=0.0, seconds=0.0, description=engine.describe(None))
 
     def is_gone(self):
         return False
@@ -861,15 +866,15 @@ class Timed(SimpleNamespace):
     def end(self):
         pass
 
-    async def call(self, method, argument):
-        result = getattr(self.engine, method)(argument)
+    async def call(self, method, *arguments):
+        result = getattr(self.engine, method)(*arguments)
         if method == "cut":
             lengths = (sum(stop - start for start, stop in one[0].spans) for one in result)
             seconds = sum(lengths) / self.cut_speed
         else:
-            seconds = sum(self.engine.reranker.token_counts(argument)) / self.speed
+            seconds = sum(self.engine.reranker.token_counts(arguments[0])) / self.speed
             seconds += self.overhead
-            result = replace(result, seconds=seconds)
+        self.seconds = seconds
         self.longest = max(self.longest, seconds)
         await asyncio.sleep(seconds)
         return result
@@ -882,13 +887,10 @@ class simulated:
         self.scheduler = Scheduler(Counted, "fake", canary=None)
         engine = Engine(Counted(), "fake")
         self.scheduler.model = model(engine)
-        self.scheduler.model.loaded = SimpleNamespace(
-            description=engine.description, complaint=None
-        )
 
     async def __aenter__(self):
         self.scheduler._trouble = ""
-        self.scheduler._runner = asyncio.create_task(self.scheduler._supervised())
+        self.scheduler._runner = asyncio.create_task(self.scheduler._run())
         return self.scheduler
 
     async def __aexit__(self, *error):
@@ -959,11 +961,11 @@ class Stalling(Timed):
 
     stalls = 1.0
 
-    async def call(self, method, argument):
-        result = await super().call(method, argument)
+    async def call(self, method, *arguments):
+        result = await super().call(method, *arguments)
         if method == "run":
             await asyncio.sleep(self.stalls)
-            result = replace(result, seconds=result.seconds + self.stalls)
+            self.seconds += self.stalls
             self.stalls = 0.0
         return result
 
@@ -975,7 +977,7 @@ async def small_after_stall():
         for _ in range(50):
             calls = (scheduler.score(pairs("x" * 40), client=name, timeout=60) for name in "abcd")
             await asyncio.gather(*calls, return_exceptions=True)
-        return scheduler.stats()["refused"]
+        return scheduler.stats()["refused_requests"]
 
 
 def test_after_one_stall_small_requests_are_not_refused():
@@ -985,13 +987,12 @@ def test_after_one_stall_small_requests_are_not_refused():
 class Starved(Timed):
     """Every 40 seconds, other programs leave it a twentieth of its speed, for five seconds."""
 
-    async def call(self, method, argument):
+    async def call(self, method, *arguments):
         began = asyncio.get_running_loop().time()
-        result = await super().call(method, argument)
+        result = await super().call(method, *arguments)
         if began % 40 > 35:
             await asyncio.sleep(19 * (asyncio.get_running_loop().time() - began))
-        if method == "run":
-            result = replace(result, seconds=asyncio.get_running_loop().time() - began)
+        self.seconds = asyncio.get_running_loop().time() - began
         return result
 
 
@@ -1008,7 +1009,7 @@ async def polite_refusals():
                 await asyncio.sleep(generator.expovariate(1.0))
 
         await asyncio.gather(*(ask(str(number)) for number in range(9)))
-        return scheduler.stats()["refused"]
+        return scheduler.stats()["refused_requests"]
 
 
 def test_nobody_is_refused_because_the_processor_is_busy_for_some_seconds():
@@ -1079,7 +1080,7 @@ def test_one_clients_giant_requests_hardly_delay_nine_polite_clients(name):
     at = 0.99
     assert waits[int(at * len(waits))] <= 1.5 * calm[int(at * len(calm))]
     assert longest < 1.0
-    assert stats["late"] <= 2  # the giant's own, of a minute each
+    assert stats["late_requests"] <= 2  # the giant's own, of a minute each
 
 
 async def thousand_after(attack):
@@ -1125,8 +1126,8 @@ def test_a_document_read_in_parts_has_the_windows_and_sentences_of_the_whole():
     windows, sentences = in_simulated_time(answer_to_giant())
     whole = giant(100_000, WINDOWS)[0]
     expected = score_in_parts([whole], Counted().token_ends, Counted().score_pairs)[0]
-    assert (windows.score, windows.window) == (expected.score, expected.window)
-    assert "".join(one.text for one in sentences.sentences).replace(" ", "") == LETTERS[
+    assert (windows.score, windows.scored.window) == (expected.score, expected.window)
+    assert "".join(one.text for one in sentences.scored.sentences).replace(" ", "") == LETTERS[
         :50_000
     ].replace(" ", "")
 
@@ -1197,7 +1198,7 @@ async def test_a_process_that_hangs_while_it_loads_is_replaced(tmp_path, monkeyp
 async def test_a_process_that_is_stopped_is_replaced_and_no_request_is_lost(tmp_path, is_busy):
     async with running(partial(Mortal, tmp_path)) as scheduler:
         scheduler.model.hang_seconds = 5.0
-        first = scheduler.model.loaded.process
+        first = scheduler.model.pid
         calls = [asyncio.create_task(scheduler.score(pairs("a"))) for _ in range(3 * is_busy)]
         os.kill(first, signal.SIGSTOP)
         calls += [asyncio.create_task(scheduler.score(pairs("bb"), client="b")) for _ in range(3)]
@@ -1205,7 +1206,7 @@ async def test_a_process_that_is_stopped_is_replaced_and_no_request_is_lost(tmp_
         await until(lambda: scheduler.stats()["restarts"])
         scheduler.model.hang_seconds = 300.0
         assert [scores(found) for found in await asyncio.gather(*calls)][-3:] == [[2]] * 3
-        assert scheduler.model.loaded.process != first
+        assert scheduler.model.pid != first
 
 
 @pytest.mark.slow

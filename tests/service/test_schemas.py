@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from rsrank_rag.reranker import BLANK_SCORE, Pair
+from rsrank_rag.reranker import BLANK_SCORE, Pair, Scored
 from rsrank_rag.service.app import AnyRerankRequest
 from rsrank_rag.service.backend import Description, Outcome
 from rsrank_rag.service.error_responses import RequestError, error_response, request_error
-from rsrank_rag.service.schemas.cohere import RerankRequest, texts_of
+from rsrank_rag.service.schemas.cohere import RerankRequest
 from rsrank_rag.service.schemas.common import Scores, normalise
-from rsrank_rag.service.schemas.others import RankingRequest, ScoreRequest, TextsRequest
+from rsrank_rag.service.schemas.others import RankingRequest, TextsRequest
 
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
 MODEL = Description("fake", 1.0, False)
@@ -26,7 +26,7 @@ def rerank(**fields):
 
 def outcomes(*scores):
     return [
-        Outcome(score, tokens=3)
+        Outcome(Scored(score, tokens=3))
         if score is not None
         else Outcome(None, fault="unscored", error="has no score.")
         for score in scores
@@ -34,13 +34,13 @@ def outcomes(*scores):
 
 
 def scored(request, found, **fields):
-    return Scores(request.pairs_to_score(), found, MODEL, id="some-id", created=12, **fields)
+    _, documents = request.question()
+    return Scores(documents, found, MODEL, id="some-id", **fields)
 
 
-def answer(request, found, *, cutoff=None, normalised=False, faults=()):
-    faults = {place: "has no score." for place in faults}
+def answer(request, found, *, cutoff=None, normalised=False):
     request = request.model_copy(update={"threshold": cutoff})
-    return request.answer(scored(request, found, normalised=normalised, faults=faults))
+    return request.answer(scored(request, found, normalised=normalised))
 
 
 # Scores between 0 and 1
@@ -85,8 +85,6 @@ def test_without_a_threshold_the_middle_is_zero():
         ({"normalize": None}, True, True),
         ({"raw_scores": False}, False, True),
         ({"raw_scores": True}, True, False),
-        ({"use_activation": True}, False, True),
-        ({"use_activation": False}, True, False),
         ({"normalize": False, "raw_scores": False}, True, False),
     ],
 )
@@ -97,20 +95,9 @@ def test_who_asks_for_scores_between_0_and_1_gets_them(fields, default, expected
 # Documents
 
 
-def test_objects_are_read_by_their_text():
-    assert texts_of(["a", {"text": "b", "id": [1]}]) == (["a", "b"], {})
-
-
-def test_an_object_without_text_is_named_and_the_others_are_read():
-    texts, faults = texts_of(["a", {"body": "b"}, {"text": ["c"]}, {"text": "d"}])
-    assert texts == ["a", "", "", "d"]
-    assert faults == {1: 'has no "text".', 2: 'has a "text" that is no text.'}
-    assert rerank(documents=["a", {"text": "\ud800"}]).pairs_to_score().faults.keys() == {1}
-
-
 @given(st.lists(st.one_of(st.text(), st.fixed_dictionaries({"text": st.text()}))))
 def test_every_document_gives_one_pair_with_its_own_text(documents):
-    pairs = rerank(documents=documents).pairs_to_score().pairs
+    pairs = rerank(documents=documents).pairs()
     assert [pair.document for pair in pairs] == [
         d if isinstance(d, str) else d["text"] for d in documents
     ]
@@ -120,9 +107,7 @@ def test_every_document_gives_one_pair_with_its_own_text(documents):
 
 
 def test_jinas_query_may_be_an_object():
-    assert rerank(query={"text": "who?"}, documents=["a"]).pairs_to_score().pairs == [
-        Pair("who?", "a")
-    ]
+    assert rerank(query={"text": "who?"}, documents=["a"]).pairs() == [Pair("who?", "a")]
 
 
 def test_texts_mean_tei_and_documents_the_others():
@@ -131,27 +116,11 @@ def test_texts_mean_tei_and_documents_the_others():
     assert isinstance(read({"query": "q", "documents": ["a"]}), RerankRequest)
 
 
-@pytest.mark.parametrize(
-    ("one", "two"),
-    [("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2")],
-)
-def test_all_of_vllms_names_are_known(one, two):
-    def pairs(first, second):
-        return ScoreRequest.model_validate({one: first, two: second}).pairs_to_score().pairs
-
-    assert pairs("q", "d") == [Pair("q", "d")]
-    assert pairs("q", ["d", "e"]) == pairs(["q"], ["d", "e"]) == [Pair("q", "d"), Pair("q", "e")]
-    assert pairs(["q", "r"], ["d", "e"]) == [Pair("q", "d"), Pair("r", "e")]
-    assert pairs("q", []) == []
-    with pytest.raises(ValidationError, match="2 queries and 3 documents"):
-        pairs(["q", "r"], ["d", "e", "f"])
-
-
 def test_unknown_fields_and_any_model_are_accepted():
     found = rerank(
         model={"name": 3}, priority=1, max_chunks_per_doc=10, overlap_tokens="x", user=None
     )
-    assert found.pairs_to_score() == rerank().pairs_to_score()
+    assert found.pairs() == rerank().pairs()
 
 
 @pytest.mark.parametrize(
@@ -173,7 +142,6 @@ def test_unknown_fields_and_any_model_are_accepted():
         {"truncate_prompt_tokens": 0},
         {"truncate": "START"},
         {"truncation_direction": "Left"},
-        {"truncation_side": "left"},
     ],
 )
 def test_what_means_nothing_is_refused(fields):
@@ -213,20 +181,29 @@ def test_voyages_clients_find_the_results_in_data():
     ],
 )
 def test_limits_of_tokens_reach_every_pair(fields, expected):
-    assert [pair.max_tokens for pair in rerank(**fields).pairs_to_score().pairs] == [expected] * 2
+    assert [pair.max_tokens for pair in rerank(**fields).pairs()] == [expected] * 2
 
 
 @pytest.mark.parametrize(
     ("fields", "may_be_cut"),
     [
-        ({}, None),
+        ({}, True),
         ({"truncate": True}, True),
         ({"truncate": "END"}, True),
         ({"truncate": "NONE"}, False),
+        ({"truncate": False}, False),
+        # LiteLLM always sends both.
+        ({"truncate": False, "truncation_direction": "Right"}, True),
     ],
 )
-def test_a_request_may_say_whether_documents_may_be_cut(fields, may_be_cut):
-    assert rerank(**fields).pairs_to_score().may_be_cut is may_be_cut
+def test_a_document_that_was_cut_is_an_error_only_if_it_may_not_be(fields, may_be_cut):
+    cut = [Outcome(Scored(1.0)), Outcome(Scored(2.0, truncated=True))]
+    if may_be_cut:
+        rerank(**fields).check(cut)
+        return
+    with pytest.raises(RequestError) as caught:
+        rerank(**fields).check(cut)
+    assert (list(caught.value.documents), caught.value.status_code) == ([1], 413)
 
 
 @pytest.mark.parametrize(
@@ -256,20 +233,17 @@ def test_the_native_threshold_of_a_model_without_one_is_refused():
 # Outcomes
 
 
-def test_a_document_that_was_cut_is_an_error_only_if_it_may_not_be():
-    cut = [Outcome(1.0), Outcome(2.0, truncated=True)]
-    assert rerank().pairs_to_score().complaints(cut)[0] == {}
-    assert rerank(truncate=True).pairs_to_score().complaints(cut)[0] == {}
-    faults, status = rerank(truncate=False).pairs_to_score().complaints(cut)
-    assert (list(faults), status) == ([1], 413)
-
-
 def test_bad_documents_are_the_requests_fault_and_a_model_that_always_fails_is_not():
     internal = Outcome(None, fault="internal", error="The model failed.")
-    complaints = rerank().pairs_to_score().complaints
-    assert complaints([*outcomes(None), internal])[1] == 422
-    assert complaints([*outcomes(1.0), internal])[1] == 422
-    assert complaints([internal, internal])[1] == 500
+
+    def status(*found):
+        with pytest.raises(RequestError) as caught:
+            rerank().check(found)
+        return caught.value.status_code
+
+    assert status(*outcomes(None), internal) == 422
+    assert status(*outcomes(1.0), internal) == 422
+    assert status(internal, internal) == 500
 
 
 def test_a_query_that_cannot_be_used_is_said_once_and_no_document_is_blamed():
@@ -284,7 +258,6 @@ def test_an_error_has_the_fields_of_every_client():
     body = json.loads(error_response(422, "Document 1 has no score.", {1: "has no score."}).body)
     assert body["error"] == body["message"] == body["detail"] == "Document 1 has no score."
     assert body["documents"] == [{"index": 1, "message": "has no score."}]
-    assert body["error_type"] == "Validation"
     assert json.loads(error_response(500, "\ud800").body)["error"] == "?"
 
 
@@ -328,19 +301,12 @@ def test_blank_documents_come_last_and_are_never_relevant():
     ]
 
 
-def test_documents_without_a_score_are_in_errors_and_the_others_keep_their_index():
-    request = rerank(documents=["a", "b", "c", "d"])
-    found = answer(request, outcomes(1, None, 3, 2), faults=[1])
-    assert [row.index for row in found.results] == [2, 3, 0]
-    assert [error.index for error in found.errors] == [1]
-
-
 def test_the_answer_has_the_fields_of_cohere_jina_infinity_and_vllm():
     found = answer(rerank(), outcomes(1, 2)).model_dump(exclude_defaults=True)
     assert found == {
         "id": "some-id",
         "object": "rerank",
-        "created": 12,
+        "created": found["created"],
         "model": "fake",
         "results": [
             {"index": 1, "relevance_score": 2.0, "truncated": False},
@@ -357,7 +323,7 @@ def test_the_answer_has_the_fields_of_cohere_jina_infinity_and_vllm():
     }
 
 
-def test_tei_and_nvidia_get_all_rows_best_first_and_vllm_in_input_order():
+def test_tei_and_nvidia_get_all_rows_best_first():
     texts = TextsRequest(query="q", texts=["a", "b", ""])
     rows = texts.answer(scored(texts, outcomes(-3, 2, 0)))
     assert [(row.index, row.score) for row in rows] == [(1, 2), (0, -3), (2, BLANK_SCORE)]
@@ -366,7 +332,3 @@ def test_tei_and_nvidia_get_all_rows_best_first_and_vllm_in_input_order():
     )
     found = ranking.answer(scored(ranking, outcomes(-3, 2))).rankings
     assert [(row.index, row.logit) for row in found] == [(1, 2), (0, -3)]
-    pairs = ScoreRequest(text_1="q", text_2=["a", "b"])
-    assert [
-        (row.index, row.score) for row in pairs.answer(scored(pairs, outcomes(-3, 2))).data
-    ] == [(0, -3), (1, 2)]

@@ -52,8 +52,6 @@ REQUESTS = [
     ("/v2/rerank", RERANK),
     ("/rerank", RERANK),
     ("/rerank", {"query": "q", "texts": ["3", "1", "2"]}),
-    ("/score", {"text_1": "q", "text_2": ["3", "1", "2"]}),
-    ("/v1/score", {"queries": "q", "documents": ["3", "1", "2"]}),
     (
         "/v1/ranking",
         {"query": {"text": "q"}, "passages": [{"text": "3"}, {"text": "1"}, {"text": "2"}]},
@@ -101,7 +99,6 @@ async def test_documents_come_back_best_first_under_every_path(path):
     assert found["usage"] == {"prompt_tokens": 6, "total_tokens": 6}
     assert found["meta"]["billed_units"]["search_units"] == 1
     assert not any("document" in row for row in found["results"])
-    assert "errors" not in found
 
 
 async def test_the_answer_is_made_beside_the_event_loop(monkeypatch):
@@ -140,15 +137,6 @@ async def test_texts_get_teis_bare_array():
         assert (await http.post("/rerank", json={"query": "q", "texts": []})).json() == []
 
 
-async def test_pairs_keep_their_order_as_vllm_wants_it():
-    async with serving() as http:
-        found = (
-            await http.post("/score", json={"text_1": ["q", "r"], "text_2": ["1", "2"]})
-        ).json()
-        assert scores(found) == [(0, 1), (1, 2)]
-        assert (found["object"], found["data"][0]["object"]) == ("list", "score")
-
-
 async def test_nvidia_gets_rankings_and_the_list_of_models():
     async with serving(normalize=True) as http:
         body = {"query": {"text": "q"}, "passages": [{"text": "1"}, {"text": "2"}]}
@@ -166,9 +154,7 @@ async def test_documents_may_be_objects_and_come_back_if_asked_for():
         assert [row["document"] for row in found["results"]] == [{"text": "2"}, {"text": "1"}]
 
 
-@pytest.mark.parametrize(
-    "fields", [{"normalize": True}, {"raw_scores": False}, {"use_activation": True}]
-)
+@pytest.mark.parametrize("fields", [{"normalize": True}, {"raw_scores": False}])
 async def test_scores_between_0_and_1_on_request(fields):
     async with serving() as http:
         found = scores((await http.post("/rerank", json={**RERANK, **fields})).json())
@@ -178,9 +164,8 @@ async def test_scores_between_0_and_1_on_request(fields):
 
 async def test_scores_between_0_and_1_by_a_setting_which_a_request_overrides():
     async with serving(normalize=True) as http:
-        assert dict(
-            scores((await http.post("/score", json={"text_1": "q", "text_2": "1"})).json())
-        ) == {0: 0.5}
+        half = await http.post("/rerank", json={"query": "q", "documents": ["1"]})
+        assert scores(half.json()) == [(0, 0.5)]
         raw = {"query": "q", "texts": ["1"], "raw_scores": True}
         assert scores((await http.post("/rerank", json=raw)).json()) == [(0, 1)]
 
@@ -233,6 +218,7 @@ async def test_an_explanation_has_its_exact_parts():
             "parts": [[1.0, 0.5], [1.0, 0.5]],
             "agreement": 0.0,
             "matches": [],
+            "head_parts": [],
         }
     async with serving(Words()) as http:
         response = await http.post("/explain", json={"query": "q", "document": "3"})
@@ -246,7 +232,7 @@ async def test_the_service_says_what_it_serves():
     async with serving(max_documents=7) as http:
         found = (await http.get("/info")).json()
     assert (found["model_id"], found["threshold"], found["explains"]) == ("fake", 1.0, True)
-    assert found["max_documents"] == found["max_client_batch_size"] == 7
+    assert found["max_client_batch_size"] == 7
     assert "reranker" in found["model_type"]
     assert "max_input_length" not in found  # this model does not count; Dify fails on a null
 
@@ -262,8 +248,6 @@ async def test_a_blank_document_scores_lowest_and_the_answer_is_json():
     async with serving(Words()) as http:
         found = (await http.post("/v1/rerank", json={"query": "q", "documents": [" ", "x"]})).json()
         assert scores(found) == [(1, -0.5), (0, BLANK_SCORE)]
-        found = (await http.post("/score", json={"text_1": "q", "text_2": ["", "x"]})).json()
-        assert scores(found) == [(0, BLANK_SCORE), (1, -0.5)]
         found = (
             await http.post("/rerank", json={"query": "q", "texts": ["", "x"], "raw_scores": False})
         ).json()
@@ -317,29 +301,9 @@ async def test_other_requests_of_the_same_batch_are_answered():
         assert (await first).status_code == 200
 
 
-async def test_with_partial_the_others_are_answered_and_the_bad_ones_named():
-    body = {
-        "query": "q",
-        "documents": ["1", "nan", {"title": "x"}, "2", "no score"],
-        "partial": True,
-    }
-    async with serving() as http:
-        found = (await http.post("/v1/rerank", json=body)).json()
-        assert scores(found) == [(3, 2), (0, 1)]
-        assert {error["index"]: error["message"] for error in found["errors"]} == {
-            1: "scored nan.",
-            2: 'has no "text".',
-            4: "has no score.",
-        }
-        none = {"query": "q", "documents": ["nan", "no score"], "partial": True}
-        assert (await http.post("/v1/rerank", json=none)).status_code == 422
-
-
 async def test_a_refused_query_blames_no_document():
     async with serving() as http:
-        response = await http.post(
-            "/v1/rerank", json={**RERANK, "query": "refused", "partial": True}
-        )
+        response = await http.post("/v1/rerank", json={**RERANK, "query": "refused"})
     assert (response.status_code, response.json()["error"]) == (422, "The query is refused.")
     assert "documents" not in response.json()
 
@@ -349,7 +313,7 @@ async def test_a_model_that_fails_on_everything_is_the_services_fault():
         response = await http.post(
             "/v1/rerank", json={"query": "q", "documents": ["broken", "broken"]}
         )
-    assert (response.status_code, response.json()["error_type"]) == (500, "Backend")
+    assert response.status_code == 500
 
 
 # Long documents
@@ -367,14 +331,10 @@ async def test_documents_are_cut_and_marked_unless_the_request_forbids_it():
         found = (await post("/v1/rerank", documents=["1", LONG])).json()
         assert [row["truncated"] for row in found["results"]] == [True, False]
         response = await post("/rerank", texts=["1", LONG], truncate=False)
-        assert (response.status_code, response.json()["error_type"]) == (413, "Validation")
+        assert response.status_code == 413
         assert [document["index"] for document in response.json()["documents"]] == [1]
         passages = {"query": {"text": "q"}, "passages": [{"text": LONG}], "truncate": "NONE"}
         assert (await http.post("/v1/ranking", json=passages)).status_code == 413
-        found = (
-            await post("/v1/rerank", documents=["1", LONG], truncate=False, partial=True)
-        ).json()
-        assert (scores(found), [error["index"] for error in found["errors"]]) == ([(0, 1)], [1])
 
 
 async def test_a_request_may_have_documents_cut_after_some_tokens():
@@ -400,7 +360,7 @@ LIMITED = {
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"documents": ["1"] * 4}, "4 documents; a request may have 3"),
+        ({"documents": ["1"] * 4}, "The request has 4 documents; it may have 3"),
         ({"query": "queer"}, "The query has 5 characters"),
         ({"documents": ["1", "1.0000"]}, "Document 1 has 6 characters"),
         ({"user": "x" * 300}, "The body is too large; it may have 300 bytes"),
@@ -422,7 +382,7 @@ async def test_too_many_documents_are_refused_before_anything_is_made_of_them(
         response = await http.post(path, json=body)
     assert (response.status_code, response.json()["error"]) == (
         413,
-        "3 documents; a request may have 2.",
+        "The request has 3 documents; it may have 2.",
     )
 
 
@@ -439,7 +399,7 @@ async def test_a_body_without_a_length_is_measured_as_it_comes():
         assert (await http.post("/v1/rerank", content=chunks(5), headers=JSON)).status_code == 200
         sent.clear()
         response = await http.post("/v1/rerank", content=chunks(1000), headers=JSON)
-        assert (response.status_code, response.json()["error_type"]) == (413, "Validation")
+        assert response.status_code == 413
         assert sum(sent) <= 1200
 
 
@@ -505,13 +465,7 @@ async def test_half_a_surrogate_pair_is_no_text():
             r'{"query": "q", "texts": ["1", "\ud800"]}',
         ):
             response = await http.post("/rerank", content=text.encode(), headers=JSON)
-            assert (response.status_code, response.json()["documents"][0]["index"]) == (422, 1)
-        partial = (
-            r'{"query": "q", "documents": ["1", "\ud800"], '
-            r'"partial": true, "return_documents": true}'
-        )
-        response = await http.post("/rerank", content=partial.encode(), headers=JSON)
-        assert (scores(response.json()), response.json()["errors"][0]["index"]) == ([(0, 1)], 1)
+            assert (response.status_code, response.json()["documents"][0]["index"]) == (400, 1)
 
 
 async def test_the_first_document_of_a_wrong_type_is_named():
@@ -527,8 +481,6 @@ async def test_the_first_document_of_a_wrong_type_is_named():
     [
         ("/v1/rerank", "documents", 1, {"query": "q"}),
         ("/rerank", "texts", 1, {"query": "q"}),
-        ("/score", "text_1", 1, {"text_2": ["1"]}),
-        ("/score", "text_2", 1, {"text_1": "q"}),
         ("/v1/ranking", "passages", {}, {"query": {"text": "q"}}),
     ],
 )
@@ -547,7 +499,7 @@ async def test_every_error_has_one_body(method, path, status):
     async with serving() as http:
         response = await http.request(method, path)
     assert response.status_code == status
-    assert response.json().keys() == {"error", "error_type", "message", "detail"}
+    assert response.json().keys() == {"error", "message", "detail"}
 
 
 async def test_a_full_queue_is_429_with_a_time_to_come_back():
@@ -560,7 +512,7 @@ async def test_a_full_queue_is_429_with_a_time_to_come_back():
         tasks.append(asyncio.create_task(http.post("/v1/rerank", json=RERANK)))
         await until(lambda: backend.stats()["waiting"] == 6)
         response = await http.post("/v1/rerank", json=RERANK)
-        assert (response.status_code, response.json()["error_type"]) == (429, "Overloaded")
+        assert response.status_code == 429
         assert int(response.headers["retry-after"]) >= 1
         ranker.may_go_on.set()
         assert [found.status_code for found in await asyncio.gather(*tasks)] == [200, 200]
@@ -613,7 +565,7 @@ async def test_a_client_that_leaves_takes_its_work_with_it(caplog):
         left.set()
         await call
         assert backend.stats()["waiting"] == 3
-        assert backend.stats()["cancelled"] == 3
+        assert backend.stats()["cancelled_documents"] == 3
         assert [record.status for record in caplog.records if hasattr(record, "status")] == [499]
         gc.collect()
         assert not [
@@ -735,7 +687,7 @@ async def test_clients_with_different_keys_share_the_model():
         tasks = [asyncio.create_task(ask("a", 900))]
         await until(lambda: ranker.batches)
         tasks.append(asyncio.create_task(ask("b", 5)))
-        await until(lambda: backend.stats()["clients"] == 2)
+        await until(lambda: backend.stats()["waiting"] == 905)
         ranker.may_go_on.set()
         await asyncio.gather(*tasks)
     assert done == ["b", "a"]
@@ -762,7 +714,7 @@ async def test_prometheus_reads_what_was_counted():
     assert response.headers["content-type"].startswith("text/plain")
     assert found["rsrank_documents_total",] == 5
     assert found["rsrank_truncated_documents_total",] == 1
-    assert found["rsrank_unscored_documents_total",] == 1
+    assert found["rsrank_failed_documents_total",] == 1
     assert found["rsrank_waiting_documents",] == 0
     assert found["rsrank_ready",] == 1
     assert found["rsrank_request_seconds_count", ("route", "/v1/rerank"), ("status", "200")] == 1
@@ -845,7 +797,7 @@ async def test_a_request_is_one_line_with_what_it_cost_and_without_a_word_of_it(
             assert response.headers["x-request-id"] == response.json()["id"] == "r-1"
             for bad in (
                 {"query": "refused", "documents": ["secretpassage"]},
-                {"query": "secretquery", "documents": ["secretpassage"], "partial": True},
+                {"query": "secretquery", "documents": ["secretpassage"]},
                 {"secretfield": "secretpassage"},
                 {"query": "secretquery", "documents": [{"secretkey": "secretpassage"}]},
             ):
@@ -867,7 +819,7 @@ async def test_a_request_is_one_line_with_what_it_cost_and_without_a_word_of_it(
         "kept": 1,
     }
     assert first["milliseconds"] > 0
-    assert [line["status"] for line in requests] == [200, 422, 500, 400, 422, 400, 404]
+    assert [line["status"] for line in requests] == [200, 422, 500, 400, 400, 400, 404]
     assert "secret" not in json.dumps(lines())
 
 
@@ -906,7 +858,7 @@ def test_keys_come_from_the_environment_and_from_a_file_with_some(tmp_path):
     assert read_keys("three, one,,three") == ("three", "one")
     file = tmp_path / "keys"
     file.write_text("one\n\n two \n", encoding="utf-8")
-    assert keys_in(file) == ("one", "two")
+    assert keys_in(file) == ["one", "two"]
     file.write_text("\n", encoding="utf-8")
     for bad, says in ((file, "holds no key"), (tmp_path / "none", "could not be read")):
         done = CliRunner().invoke(

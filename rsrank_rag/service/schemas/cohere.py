@@ -1,7 +1,7 @@
 """A query and documents, as clients of Cohere, Jina, vLLM, Infinity and others send them."""
 
 import math
-from collections.abc import Mapping, Sequence
+import time
 from dataclasses import replace
 from operator import attrgetter
 from typing import Annotated, Any, Literal
@@ -13,18 +13,8 @@ from ...passages import shadow
 from ...passages.parts import Excerpt, Reading, Window
 from ...reranker import RankedDocument, check_limits
 from ..backend import Description
-from ..error_responses import DocumentError, RequestError, document_errors
-from .common import (
-    Count,
-    Flag,
-    Query,
-    QueryObject,
-    Question,
-    ScaledRequest,
-    Scores,
-    TextObject,
-    Usage,
-)
+from ..error_responses import RequestError
+from .common import Count, Flag, Scores, ScoringRequest, Text, TextObject, Usage, text_of
 
 # Documents that Cohere bills as one search. Nothing is billed here, but clients read the number.
 SEARCH_UNIT = 100
@@ -75,16 +65,13 @@ class RerankResponse(BaseModel):
     query_truncated: bool = Field(
         default=False, description="Only the first and the last part of the query were read."
     )
-    errors: list[DocumentError] | None = Field(
-        default=None, description="Documents without a score, if partial."
-    )
 
 
-class RerankRequest(ScaledRequest):
+class RerankRequest(ScoringRequest):
     """As Cohere, Jina, vLLM, Infinity, Xinference and SiliconFlow take it."""
 
-    query: Query | QueryObject
-    documents: Annotated[list[str | dict[str, Any]], FailFast()] = Field(
+    query: Text | TextObject
+    documents: Annotated[list[Text | TextObject], FailFast()] = Field(
         description='Strings, or objects with a "text".'
     )
     top_n: Count | None = Field(
@@ -112,9 +99,6 @@ class RerankRequest(ScaledRequest):
     mode: Literal["drop", "shadow"] = Field(
         default="drop",
         description="shadow: answer as if nothing were dropped, and log what would have been.",
-    )
-    partial: Flag | None = Field(
-        default=None, description="Answer without documents that fail; those are in errors."
     )
     extract: Literal["sentences"] | None = Field(
         default=None,
@@ -151,10 +135,8 @@ class RerankRequest(ScaledRequest):
         """How documents are to be read."""
         return Reading(self.extract, self.context, self.heading, self.long_documents)
 
-    def pairs_to_score(self) -> Question:  # noqa: D102 - inherited
-        query = self.query if isinstance(self.query, str) else self.query.text
-        texts, faults = texts_of(self.documents)
-        return self.question([query] * len(texts), texts, faults, self.reading)
+    def question(self) -> tuple[str, list[str]]:  # noqa: D102 - inherited
+        return text_of(self.query), [text_of(document) for document in self.documents]
 
     def cutoff(self, model: Description, drop: bool) -> float | None:
         """Documents must score above this; None if all stay. ``drop`` is the service's setting.
@@ -183,49 +165,40 @@ class RerankRequest(ScaledRequest):
             shadow.log(ranked)
             ranked = scores.ranked(None, self.most)
         rows = [self._row(scores, document) for document in ranked.kept]
-        in_order = sorted(ranked.kept + ranked.dropped, key=attrgetter("index"))
-        every = [DocumentScore(document=d.text, score=scores.shown(d.score)) for d in in_order]
+        every = None
+        if self.weaviates is not None:
+            every = [
+                DocumentScore(document=one.text, score=scores.shown(one.score))
+                for one in sorted(scores.ranked().kept, key=attrgetter("index"))
+            ]
+        usage = scores.usage
         units = math.ceil(len(scores.outcomes) / SEARCH_UNIT)
         return RerankResponse(
+            id=scores.id,
             object="rerank",
+            created=int(time.time()),
+            model=scores.model.name,
             results=rows,
             none_relevant=scores.none_relevant,
             meta={
                 "api_version": {"version": "2"},
                 "billed_units": {"search_units": units},
-                "tokens": {"input_tokens": scores.usage.total_tokens, "output_tokens": 0},
+                "tokens": {"input_tokens": usage.total_tokens, "output_tokens": 0},
             },
+            usage=usage,
             threshold=scores.model.threshold,
             query_truncated=any(outcome.query_truncated for outcome in scores.outcomes),
             data=None if self.top_k is None else rows,
-            scores=None if self.weaviates is None else every,
-            errors=document_errors(scores.faults) or None,
-            **scores.heading,
+            scores=every,
         )
 
     def _row(self, scores: Scores, document: RankedDocument) -> RerankedDocument:
         shown = [replace(one, score=scores.shown(one.score)) for one in document.excerpts]
         return RerankedDocument(
-            index=scores.places[document.index],
+            index=document.index,
             relevance_score=scores.shown(document.score),
             truncated=document.truncated,
             document=TextObject(text=document.extract) if self.return_documents else None,
             excerpts=shown if self.extract else None,
             window=document.window,
         )
-
-
-def texts_of(documents: Sequence[str | Mapping[str, Any]]) -> tuple[list[str], dict[int, str]]:
-    """The text of each document, and what is wrong with those that have none.
-
-    >>> texts_of(["one", {"text": "two"}, {"body": "three"}])
-    (['one', 'two', ''], {2: 'has no "text".'})
-    """
-    texts = []
-    faults: dict[int, str] = {}
-    for index, document in enumerate(documents):
-        text = document if isinstance(document, str) else document.get("text")
-        if not isinstance(text, (str, int, float)):
-            faults[index] = 'has no "text".' if text is None else 'has a "text" that is no text.'
-        texts.append("" if index in faults else str(text))
-    return texts, faults

@@ -2,9 +2,8 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -19,19 +18,19 @@ from pydantic import (
 )
 
 from ...passages.parts import WHOLE, Reading, encodable
-from ...reranker import LongQueries, Pair, RankResult, Scored, choose
+from ...passages.ranked import RankResult, Scored, choose
+from ...reranker import LongQueries, Pair
 from ..backend import Description, Outcome
-
-_BROKEN = "holds half of a surrogate pair, which is no character."
+from ..error_responses import request_error
 
 
 def _is_unicode(text: str) -> str:
     if encodable(text) != text:
-        raise ValueError(_BROKEN.removesuffix("."))
+        raise ValueError("holds half of a surrogate pair, which is no character")
     return text
 
 
-Query = Annotated[str, AfterValidator(_is_unicode)]
+Text = Annotated[str, AfterValidator(_is_unicode)]
 """A text that can be encoded."""
 
 
@@ -42,46 +41,6 @@ Flag = Annotated[bool, Field(strict=False), _AS_SENT]
 
 Count = Annotated[int, Field(strict=False), _AS_SENT]
 """A whole number, also as programs send it: "1", 1.0."""
-
-
-@dataclass(frozen=True)
-class Question:
-    """The pairs that a request asks to be scored.
-
-    Attributes:
-        pairs: Queries and documents.
-        faults: What is wrong with pairs that cannot be scored, by position.
-        may_be_cut: Whether long documents may be cut; None if the request does not say.
-    """
-
-    pairs: list[Pair]
-    faults: dict[int, str] = field(default_factory=dict)
-    may_be_cut: bool | None = None
-
-    def outcomes(self, usable: Sequence[Outcome]) -> list[Outcome]:
-        """One outcome for each pair, from those of the usable pairs."""
-        rest = iter(usable)
-        outcomes = []
-        for place in range(len(self.pairs)):
-            if place in self.faults:
-                outcomes.append(Outcome(None, fault="input", error=self.faults[place]))
-            else:
-                outcomes.append(next(rest))
-        return outcomes
-
-    def complaints(self, outcomes: Sequence[Outcome]) -> tuple[dict[int, str], int]:
-        """What is wrong, by document, and the HTTP status that the request deserves for it."""
-        wrong = {}
-        cut = {}
-        for place, (pair, outcome) in enumerate(zip(self.pairs, outcomes, strict=True)):
-            if outcome.score is None:
-                wrong[place] = outcome.error
-            elif outcome.truncated and self.may_be_cut is False:
-                limit = "" if pair.max_tokens is None else f" ({pair.max_tokens})"
-                cut[place] = f"was cut: it has more tokens than are read{limit}."
-        if wrong and all(outcome.fault == "internal" for outcome in outcomes):
-            return wrong, 500
-        return {**cut, **wrong}, 422 if wrong else 413
 
 
 def normalise(score: float, threshold: float | None) -> float:
@@ -110,27 +69,28 @@ class Usage(BaseModel):
 
 @dataclass(frozen=True)
 class Scores:
-    """A question with its outcomes, and what else stands in answers.
+    """The scores of a request's documents, and what else stands in answers.
 
     Attributes:
-        question: What was asked.
-        outcomes: One for each pair.
+        documents: The documents.
+        outcomes: One for each document, with a score.
         model: The model that scored.
         normalised: Whether answers have scores between 0 and 1.
-        faults: Why pairs are left out, by position.
         id: The request's.
-        created: Seconds since 1970.
         drop: Whether the service leaves documents out that are not relevant.
     """
 
-    question: Question
+    documents: Sequence[str]
     outcomes: Sequence[Outcome]
     model: Description
     normalised: bool = False
-    faults: Mapping[int, str] = field(default_factory=dict)
     id: str = ""
-    created: int = 0
     drop: bool = False
+
+    @property
+    def scored(self) -> list[Scored]:
+        """The raw scores."""
+        return [outcome.scored for outcome in self.outcomes if outcome.scored is not None]
 
     @property
     def none_relevant(self) -> bool:
@@ -139,34 +99,9 @@ class Scores:
 
     @property
     def usage(self) -> Usage:
-        """Tokens of all outcomes."""
-        tokens = sum(outcome.tokens for outcome in self.outcomes)
+        """Tokens of all documents."""
+        tokens = sum(one.tokens for one in self.scored)
         return Usage(prompt_tokens=tokens, total_tokens=tokens)
-
-    @property
-    def heading(self) -> dict[str, Any]:
-        """Fields that the answers of Cohere and vLLM share."""
-        return {
-            "id": self.id,
-            "created": self.created,
-            "model": self.model.name,
-            "usage": self.usage,
-        }
-
-    @cached_property
-    def places(self) -> list[int]:
-        """Positions in the question of the pairs that are in the answer."""
-        return [place for place in range(len(self.outcomes)) if place not in self.faults]
-
-    @property
-    def scored(self) -> list[Scored]:
-        """The raw scores of these pairs."""
-        outcomes = (self.outcomes[place] for place in self.places)
-        return [
-            Scored(one.score, one.truncated, one.tokens, one.window, one.sentences)
-            for one in outcomes
-            if one.score is not None
-        ]
 
     def ranked(
         self,
@@ -175,11 +110,9 @@ class Scores:
         min_docs: int = 0,
         reading: Reading = WHOLE,
     ) -> RankResult:
-        """Documents best first, numbered as in `places`; see `choose`."""
-        texts = [self.question.pairs[place].document for place in self.places]
-        return choose(
-            "", texts, self.scored, cutoff, top_n=top_n, min_docs=min_docs, reading=reading
-        )
+        """Documents best first; see `choose`."""
+        options: dict[str, Any] = {"top_n": top_n, "min_docs": min_docs, "reading": reading}
+        return choose("", self.documents, self.scored, cutoff, **options)
 
     def shown(self, score: float) -> float:
         """A raw score as the answer shows it: raw, or from 0 to 1 if the request asks for that."""
@@ -193,17 +126,16 @@ class Strict(BaseModel, strict=True):
 class TextObject(Strict):
     """A text in an object."""
 
-    text: str
+    text: Text
 
 
-class QueryObject(Strict):
-    """A query in an object, as Jina and NVIDIA write it."""
-
-    text: Query
+def text_of(text: str | TextObject) -> str:
+    """A text, by itself or in an object."""
+    return text if isinstance(text, str) else text.text
 
 
 Instruction = Annotated[
-    Query | None,
+    Text | None,
     Field(
         validation_alias=AliasChoices(
             "instruction", "instruct", AliasPath("chat_template_kwargs", "instruction")
@@ -220,7 +152,7 @@ OPTIONS = frozenset(
 
 
 class ScoringRequest(Strict, ABC):
-    """A request for scores, with the options that every request may have.
+    """A request for the scores of documents for one query, with the options that all may have.
 
     ``explain``: whether the scores are to be taken apart.
     """
@@ -249,9 +181,7 @@ class ScoringRequest(Strict, ABC):
         default=None, description="Likewise; -1: all."
     )
     truncation_direction: Literal["Right", "right"] | None = Field(
-        default=None,
-        validation_alias=AliasChoices("truncation_direction", "truncation_side"),
-        description="Documents are cut at their end and nowhere else.",
+        default=None, description="Documents are cut at their end and nowhere else."
     )
     instruction: Instruction = None
     long_queries: LongQueries = Field(
@@ -259,56 +189,51 @@ class ScoringRequest(Strict, ABC):
         description="Of a query that is too long: cut reads the first and the last part; error "
         "refuses the request.",
     )
-
-    @abstractmethod
-    def pairs_to_score(self) -> Question:
-        """The pairs to be scored."""
-
-    @abstractmethod
-    def answer(self, scores: Scores) -> BaseModel | Sequence[BaseModel]:
-        """The body of the answer."""
-
-    def normalised(self, default: bool) -> bool:
-        """Whether scores are to be mapped to between 0 and 1."""
-        return False
-
-    def question(
-        self,
-        queries: Sequence[str],
-        texts: Sequence[str],
-        faults: Mapping[int, str] | None = None,
-        reading: Reading = WHOLE,
-    ) -> Question:
-        """Pairs of queries and texts, with this request's options."""
-        limits = (self.max_tokens_per_doc, self.truncate_prompt_tokens)
-        most = min((limit for limit in limits if limit is not None and limit > 0), default=None)
-        instruction = self.instruction or None
-        pairs = [
-            Pair(query, text, most, reading, instruction, cut_query=self.long_queries == "cut")
-            for query, text in zip(queries, texts, strict=True)
-        ]
-        broken = {place: _BROKEN for place, text in enumerate(texts) if encodable(text) != text}
-        # LiteLLM always sends false, and Right.
-        says_where = self.truncation_direction is not None
-        may_be_cut = None if self.truncate is None else says_where or self.truncate in (True, "END")
-        return Question(pairs, {**broken, **(faults or {})}, may_be_cut)
-
-
-class ScaledRequest(ScoringRequest):
-    """A request whose scores may be asked for in either scale."""
-
     normalize: Flag | None = Field(
         default=None, description="Scores between 0 and 1; 0.5 is the native threshold."
     )
     raw_scores: Flag | None = Field(
         default=None, description="False means normalize (TEI, Infinity)."
     )
-    use_activation: Flag | None = Field(default=None, description="True means normalize (vLLM).")
+
+    @abstractmethod
+    def question(self) -> tuple[str, list[str]]:
+        """The query and the documents."""
+
+    @abstractmethod
+    def answer(self, scores: Scores) -> Any:
+        """The body of the answer."""
+
+    @property
+    def reading(self) -> Reading:
+        """How documents are to be read."""
+        return WHOLE
+
+    def pairs(self, salt: str = "") -> list[Pair]:
+        """The pairs to be scored, with this request's options."""
+        query, documents = self.question()
+        limits = (self.max_tokens_per_doc, self.truncate_prompt_tokens)
+        most = min((limit for limit in limits if limit is not None and limit > 0), default=None)
+        cut = self.long_queries == "cut"
+        options = (most, self.reading, self.instruction or None, salt, cut)
+        return [Pair(query, text, *options) for text in documents]
 
     def normalised(self, default: bool) -> bool:
         """Whether scores are to be mapped to between 0 and 1."""
         if self.normalize is not None:
             return self.normalize
-        if self.raw_scores is not None:
-            return not self.raw_scores
-        return default if self.use_activation is None else self.use_activation
+        return default if self.raw_scores is None else not self.raw_scores
+
+    def check(self, outcomes: Sequence[Outcome]) -> None:
+        """Raise the error response of a request of which a document has no score, or was cut."""
+        faults = {n: one.error for n, one in enumerate(outcomes) if one.scored is None}
+        if faults:
+            is_internal = all(one.fault == "internal" for one in outcomes)
+            raise request_error(faults, 500 if is_internal else 422)
+        # LiteLLM always sends false, and Right.
+        if self.truncate in (False, "NONE") and self.truncation_direction is None:
+            for number, one in enumerate(outcomes):
+                if one.scored and one.scored.truncated:
+                    faults[number] = "was cut: it has more tokens than are read."
+            if faults:
+                raise request_error(faults, 413)

@@ -1,27 +1,12 @@
-"""Queries and documents as clients of TEI, vLLM and NVIDIA send them; answers hold all of them."""
+"""Queries and documents as clients of TEI and NVIDIA send them; answers hold all of them."""
 
+from dataclasses import replace
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import AliasChoices, BaseModel, BeforeValidator, FailFast, Field, model_validator
-from typing_extensions import Self
+from pydantic import BaseModel, FailFast, Field
 
-from .common import (
-    Flag,
-    Query,
-    QueryObject,
-    Question,
-    ScaledRequest,
-    Scores,
-    ScoringRequest,
-    TextObject,
-    Usage,
-)
-
-OneOrMore = BeforeValidator(
-    lambda texts: [texts] if isinstance(texts, str) else texts,
-    json_schema_input_type=str | list[str],
-)
-"""Lets a single text stand for a list of one."""
+from ...passages.explanation import Explanation
+from .common import Flag, Scores, ScoringRequest, Text, TextObject, Usage
 
 
 class TextScore(BaseModel):
@@ -32,86 +17,25 @@ class TextScore(BaseModel):
     text: str | None = None
 
 
-class TextsRequest(ScaledRequest):
+class TextsRequest(ScoringRequest):
     """As TEI (text-embeddings-inference) takes it."""
 
-    query: Query
-    texts: Annotated[list[str], FailFast()]
+    query: Text
+    texts: Annotated[list[Text], FailFast()]
     return_text: Flag | None = Field(default=None, description="Answer with the texts.")
 
-    def pairs_to_score(self) -> Question:  # noqa: D102 - inherited
-        return self.question([self.query] * len(self.texts), self.texts)
+    def question(self) -> tuple[str, list[str]]:  # noqa: D102 - inherited
+        return self.query, self.texts
 
     def answer(self, scores: Scores) -> list[TextScore]:
         """Every text, best first."""
-        return [
-            TextScore(
-                index=one.index,
-                score=scores.shown(one.score),
-                text=one.text if self.return_text else None,
-            )
-            for one in scores.ranked().kept
-        ]
-
-
-class ScoreRow(BaseModel):
-    """One row of vLLM's answer."""
-
-    index: int
-    object: Literal["score"]
-    score: float
-    truncated: bool
-
-
-class ScoreResponse(BaseModel):
-    """vLLM's answer, in input order."""
-
-    id: str
-    object: Literal["list"]
-    created: int
-    model: str
-    data: list[ScoreRow]
-    usage: Usage
-
-
-class ScoreRequest(ScaledRequest):
-    """As vLLM takes it: one query and any number of documents, or as many queries as documents."""
-
-    text_1: Annotated[list[Query], FailFast(), OneOrMore] = Field(
-        validation_alias=AliasChoices("text_1", "queries", "data_1"),
-        description="Queries. Or as queries, data_1.",
-    )
-    text_2: Annotated[list[str], FailFast(), OneOrMore] = Field(
-        validation_alias=AliasChoices("text_2", "documents", "items", "data_2"),
-        description="Documents. Or as documents, items, data_2.",
-    )
-
-    @model_validator(mode="after")
-    def _one_query_or_one_each(self) -> Self:
-        queries, documents = len(self.text_1), len(self.text_2)
-        if queries not in (1, documents):
-            raise ValueError(
-                f"{queries} queries and {documents} documents: "
-                "give one query, or one for each document"
-            )
-        return self
-
-    def pairs_to_score(self) -> Question:  # noqa: D102 - inherited
-        queries = self.text_1 * len(self.text_2) if len(self.text_1) == 1 else self.text_1
-        return self.question(queries, self.text_2)
-
-    def answer(self, scores: Scores) -> ScoreResponse:
-        """Every pair, in input order."""
-        rows = [
-            ScoreRow(
-                index=index,
-                object="score",
-                score=scores.shown(one.score),
-                truncated=one.truncated,
-            )
-            for index, one in enumerate(scores.scored)
-        ]
-        return ScoreResponse(object="list", data=rows, **scores.heading)
+        rows = []
+        for one in scores.ranked().kept:
+            row = TextScore(index=one.index, score=scores.shown(one.score))
+            if self.return_text:
+                row.text = one.text
+            rows.append(row)
+        return rows
 
 
 class Ranking(BaseModel):
@@ -132,20 +56,17 @@ class RankingResponse(BaseModel):
 class RankingRequest(ScoringRequest):
     """As NVIDIA's ranking services take it."""
 
-    query: QueryObject
+    query: TextObject
     passages: Annotated[list[TextObject], FailFast()]
 
-    def pairs_to_score(self) -> Question:  # noqa: D102 - inherited
-        return self.question(
-            [self.query.text] * len(self.passages), [passage.text for passage in self.passages]
-        )
+    def question(self) -> tuple[str, list[str]]:  # noqa: D102 - inherited
+        return self.query.text, [passage.text for passage in self.passages]
 
     def answer(self, scores: Scores) -> RankingResponse:
         """Every passage, best first, with its raw score."""
-        rows = [
-            Ranking(index=d.index, logit=d.score, truncated=d.truncated)
-            for d in scores.ranked().kept
-        ]
+        rows = []
+        for one in scores.ranked().kept:
+            rows.append(Ranking(index=one.index, logit=one.score, truncated=one.truncated))
         return RankingResponse(rankings=rows, usage=scores.usage)
 
 
@@ -153,35 +74,17 @@ class ExplainRequest(ScoringRequest):
     """One score to be taken apart."""
 
     explain: ClassVar = True
-    query: Query
-    document: Query
+    query: Text
+    document: Text
 
-    def pairs_to_score(self) -> Question:  # noqa: D102 - inherited
-        return self.question([self.query], [self.document])
+    def question(self) -> tuple[str, list[str]]:  # noqa: D102 - inherited
+        return self.query, [self.document]
 
-    def answer(self, scores: Scores) -> "ExplainResponse":
-        """The parts of the score."""
-        return ExplainResponse.model_validate(scores.outcomes[0].explanation, from_attributes=True)
-
-
-class ExplainResponse(BaseModel):
-    """The exact parts of one score: see `Explanation`."""
-
-    query: str
-    document: str
-    score: float
-    truncated: bool
-    tokens: tuple[str, ...] = Field(description="The T scored tokens of the query.")
-    layers: tuple[int, ...] = Field(description="The L layers read.")
-    parts: tuple[tuple[float, ...], ...] = Field(
-        description="T x L shift terms; with the similarity terms, they add up to the score."
-    )
-    agreement: float = Field(
-        description="The similarity terms together; 0 where the artifact has none."
-    )
-    matches: tuple[float, ...] = Field(
-        description="T: the MaxSim term of each query token; or empty."
-    )
+    def answer(self, scores: Scores) -> Explanation:
+        """The parts of the score, of all heads together."""
+        explanation = scores.outcomes[0].explanation
+        assert explanation is not None
+        return replace(explanation, head_parts=())
 
 
 class ModelCard(BaseModel):
