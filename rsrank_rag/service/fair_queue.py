@@ -236,3 +236,4 @@ class FairQueue:
             client.items.clear()
             for document in client.documents:
                 document.answer.cancel()
+        self.clients.clear()

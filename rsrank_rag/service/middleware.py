@@ -43,11 +43,12 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
 def keys_in(file: Path) -> list[str]:
-    """Keys of a file, separated by white space; InputError if it cannot be read or has none."""
+    """Keys of a file, one a line; InputError if it cannot be read or has none."""
     try:
-        keys = file.read_text(encoding="utf-8").split()
+        lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"--api-key-file {file} could not be read: {error}") from error
+    keys = [line.strip() for line in lines if line.strip()]
     if not keys:
         raise InputError(f"--api-key-file {file} holds no key. Write one a line.")
     return keys

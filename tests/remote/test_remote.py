@@ -48,7 +48,9 @@ def serving(reranker, limits=None, **settings):
     app = pytest.importorskip("rsrank_rag.service.app", exc_type=ImportError)
     from service_helpers import in_thread
 
-    queue = in_thread(lambda: reranker, limits=limits, canary=None)
+    from rsrank_rag.service.fair_queue import QueueLimits
+
+    queue = in_thread(lambda: reranker, limits=limits or QueueLimits(), canary=None)
     with listening(app.create_app(queue, app.Settings(**settings))) as address:
         yield address, queue
 
