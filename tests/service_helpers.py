@@ -1,5 +1,6 @@
 """Rerankers, and the HTTP service around them, for tests."""
 
+import os
 import socket
 import threading
 import time
@@ -69,7 +70,7 @@ class Words(Reranker):
 class ModelThread(threading.Thread):
     """In the place of a process: it cannot be killed."""
 
-    pid = None
+    pid = os.getpid()
 
     def kill(self):
         pass

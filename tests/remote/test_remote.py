@@ -647,7 +647,7 @@ async def test_the_services_refusals_are_our_errors(asynchronous, monkeypatch):
             InputError, match=r"\(401\): This service needs an API key.* Check the key"
         ):
             await rank(RemoteReranker(address), asynchronous)
-        with pytest.raises(InputError, match=r"\(413\): 4 documents; a request may have 3\."):
+        with pytest.raises(InputError, match=r"\(413\): The request has 4 documents; it may"):
             await rank(keyed, asynchronous, "q", ["1"] * 4)
         with pytest.raises(InputError, match=r"\(413\): Document 1 has 60 characters"):
             await rank(keyed, asynchronous, "q", ["1", "1" * 60])
