@@ -15,8 +15,6 @@ from ..passages.explanation import Explanation
 from ..reranker import Pair
 from .backend import Outcome, UnavailableError
 from .scheduler import Scheduler
-from .schemas import others
-from .schemas.common import Scores, ScoringRequest
 
 with needs(
     "The service needs {}.",
@@ -35,7 +33,9 @@ with needs(
     from .error_responses import Error, RequestError, answer_errors
     from .metrics import Metrics
     from .middleware import Keys, RequestMiddleware, Settings
+    from .schemas import others
     from .schemas.cohere import RerankRequest, RerankResponse
+    from .schemas.common import Scores, ScoringRequest
 
 __all__ = ["Settings", "create_app"]
 
