@@ -20,7 +20,7 @@ def partial_of(path: Path) -> Path:
 
 
 def is_stale(partial: Path) -> bool:
-    """Whether a partial file is older than a day, so that its writer was killed."""
+    """Whether a partial file is older than a day. Then its writer must have been killed."""
     try:
         return time.time() - partial.stat().st_mtime > A_DAY
     # The file is gone, because its writer has finished it.

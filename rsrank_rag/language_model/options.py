@@ -109,11 +109,14 @@ class LoadOptions:
         return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
 
     def settled_dtype(self, model_type: str, *, int8: bool = False) -> str:
-        """Name of the requested dtype, or of the fastest one on the device.
+        """Name of the dtype to load the model in: the requested one, else the fastest.
+
+        The fastest is bfloat16 on torch where the device is fast at it, and int8 on ONNX Runtime
+        where the artifact allows it; elsewhere it is float32.
 
         Args:
-            model_type: The kind of the language model.
-            int8: Whether int8 is precise enough for the artifact's documents.
+            model_type: The kind of the language model, as in its config.
+            int8: Whether the artifact allows its documents to run in int8.
 
         Raises:
             InputError: The runtime does not compute in this dtype, or on this device.

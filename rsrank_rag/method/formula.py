@@ -41,12 +41,12 @@ def _length(vectors: Array, least: float) -> Array:
 
 
 def shift_terms(shifts: Array, weight: Array, head_weight: Array | None = None) -> Array:
-    """What each head and token adds to a score: cos(B shift, ones), times the head's weight.
+    """The shift terms before the mean over tokens: cos(B shift, ones), times the head's weight.
 
     The cosine between the projected shift and the all-ones vector is in [-1, 1], and exactly 0
     where the projected shift is zero. A score is the sum of these terms over layers and heads and
     their mean over the query's tokens (paper, Section 4.3), to which `combine` adds the similarity
-    terms.
+    terms. The callers compute sum and mean, because only they know each query's length.
 
     >>> import numpy as np
     >>> shifts = np.array([[[2.0, 2.0], [1.0, -1.0], [0.0, 0.0]]])
@@ -67,7 +67,7 @@ def shift_terms(shifts: Array, weight: Array, head_weight: Array | None = None) 
     return cosines if head_weight is None else cosines * head_weight[..., None]
 
 
-def maxsim(query: Array, document: Array, own: Array) -> Array:
+def maxsim(query: Array, document: Array, in_document: Array) -> Array:
     """Each query token's best cosine with a token of the document, (N, T) fp32.
 
     This is ColBERT's MaxSim before its sum, of value vectors over all heads. It is ours.
@@ -75,7 +75,7 @@ def maxsim(query: Array, document: Array, own: Array) -> Array:
     Args:
         query: Value vectors, (N, H, T, D).
         document: Value vectors, (N, H, S, D).
-        own: Which tokens are the document's and not the template's, (N, S).
+        in_document: Which tokens are the document's and not the template's, (N, S).
     """
     xp = namespace(query)
     query = cast(query, "float32")
@@ -87,7 +87,7 @@ def maxsim(query: Array, document: Array, own: Array) -> Array:
     squares = [xp.einsum("nhtd,nhtd->nt", values, values) for values in (query, document)]
     lengths = [xp.clip(xp.sqrt(square), 1e-12, None) for square in squares]
     cosines = xp.concatenate(products, -1) / (lengths[0][..., None] * lengths[1][:, None])
-    return xp.amax(xp.where(own[:, None], cosines, -1), -1)
+    return xp.amax(xp.where(in_document[:, None], cosines, -1), -1)
 
 
 def cosine(first: Array, second: Array) -> Array:

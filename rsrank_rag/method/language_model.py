@@ -67,12 +67,17 @@ class LanguageModel(ABC):
     def prefill(
         self, documents: Sequence[Ids], query_slots: int = 0, extra_rows: Sequence[Prefix] = ()
     ) -> Prefixes:
-        """Run documents, and record keys and values of the layers below ``last_layer``.
+        """Run documents, and record keys and values of ``fusion_layer`` to ``last_layer`` - 1.
+
+        In ``last_layer`` only the queries' value vectors are read, so the run ends below it.
 
         Args:
             documents: Token ids of ``instruction + document + separator``.
-            query_slots: Tokens of the longest query that will run after them.
-            extra_rows: Prefixes of an earlier run to add below them.
+            query_slots: Tokens of the longest query that will run after the documents.
+            extra_rows: Prefixes of an earlier run, which become the last rows.
+
+        Returns:
+            The documents' prefixes, then the extra rows.
         """
 
     @abstractmethod

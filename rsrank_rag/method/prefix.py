@@ -102,7 +102,7 @@ class Prefixes:
         return cls(tuple(states[0]), tuple(states[1]), lengths, slots, pooled)
 
     def row(self, number: int) -> Prefix:
-        """One prefix without padding, in memory of its own."""
+        """A copy of one prefix, without query slots and padding."""
         valid = slice(self.query_slots, self.query_slots + self.lengths[number])
         layers = [layer[number, :, valid] for layer in (*self.keys, *self.values)]
         xp = namespace(layers[0])

@@ -157,8 +157,8 @@ class _BatchReader:
         places = xp.arange(documents.shape[2], **self.on_device)
         lengths = xp.asarray(self.prefixes.lengths[: self.count], **self.on_device)
         ends = (lengths - prompts.after_document)[:, None]
-        own = (places >= len(prompts.instruction)) & (places < ends)
-        best = cast(maxsim(queries, documents, own), "float64")
+        in_document = (places >= len(prompts.instruction)) & (places < ends)
+        best = cast(maxsim(queries, documents, in_document), "float64")
         return xp.where(self.columns < self.lengths, best, 0) / self.lengths
 
     def _counted(self, layer: int) -> Array:

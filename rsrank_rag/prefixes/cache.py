@@ -165,7 +165,10 @@ class PrefixTiers:
         return None
 
     def write_file(self, key: str, packed: PackedPrefix) -> bool:
-        """Write a prefix to disk, and say whether that worked. The first failure is logged."""
+        """Write a prefix to disk; False without a disk or after an error.
+
+        The first error is logged.
+        """
         if self.disk is None:
             return False
         try:
@@ -310,7 +313,10 @@ class CachedPrefixes:
 
 
 def disk_bytes(backbone: "LanguageModel", documents: Collection[Ids]) -> int:
-    """Bytes of the documents' files: 8 bits a number, a scale for each token and head, `pooled`."""
+    """Bytes that the documents' prefixes will take on disk, without the headers of the files.
+
+    That is 8 bits a number, a 16-bit scale for each token and head, and `Prefix.pooled`.
+    """
     layers = backbone.last_layer - backbone.fusion_layer
     token = 2 * layers * backbone.num_heads * (backbone.head_dim + 2)
     pooled = 4 * backbone.hidden_size if backbone.fusion_layer else 0

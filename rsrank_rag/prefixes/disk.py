@@ -109,10 +109,10 @@ class Disk:
         return self.path(key).is_file()
 
     def get(self, key: str) -> PackedPrefix | None:
-        """An entry; None if there is none, or it cannot be read now.
+        """The prefix of a key; None if there is no file, or the file cannot be read now.
 
         Raises:
-            ValueError: The file was damaged, and is gone now.
+            ValueError: The file is damaged. It has been removed.
         """
         path = self.path(key)
         try:
@@ -131,7 +131,7 @@ class Disk:
         return PackedPrefix(**load(body))
 
     def put(self, key: str, entry: PackedPrefix) -> int:
-        """Write an entry; the number of older ones that were removed.
+        """Write a prefix, and return how many older files were removed for it.
 
         Raises:
             OSError: The file cannot be written.

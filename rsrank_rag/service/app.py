@@ -232,7 +232,7 @@ class _Service:
     async def _scores(self, request: Request, body: ScoringRequest) -> Scores:
         """Score a request's pairs, or raise the error that answers the request."""
         record = request.state.record
-        query, documents = body.question()
+        query, documents = body.query_and_documents()
         self._check_size(query, documents)
         record.documents = len(documents)
         outcomes = await self._work(request, body.pairs(request.state.salt), body.explain)

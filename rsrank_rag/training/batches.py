@@ -21,7 +21,7 @@ from .store import QueryFeatures
 # Queries at a time, where nothing else is set.
 BATCH_QUERIES = 16
 
-Weights = Mapping[str, Tensor]
+NamedWeights = Mapping[str, Tensor]
 """Parameters of a `Projection` by name: ``weight`` (B), ``head_weight``, ``agreement``."""
 
 
@@ -71,9 +71,9 @@ def batches(features: Sequence[QueryFeatures], size: int, device: torch.device) 
 
 
 def batch_scores(
-    weights: Weights, batch: Batch, precision: torch.dtype = torch.float32
+    weights: NamedWeights, batch: Batch, precision: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor]:
-    """Scores of a batch, and the cosines of its oracle shifts.
+    """Scores of a batch, and the mean terms of its oracle shifts.
 
     Args:
         weights: Without B (``weight``), the batch holds cosines in the place of shifts, D = 1.
@@ -81,7 +81,7 @@ def batch_scores(
         precision: Of the matrix product. Cosines and sums are float32.
 
     Returns:
-        Scores (Q, N), and each oracle shift's mean cosine over layers, heads and tokens.
+        Scores (Q, N), and the mean shift term of each oracle shift, over layers, heads and tokens.
     """
     head_weight = weights.get("head_weight")
     if "weight" in weights:
@@ -108,18 +108,21 @@ def batch_scores(
 @torch.no_grad()
 def scored(
     features: Sequence[QueryFeatures],
-    weights: Weights,
+    weights: NamedWeights,
     *,
     device: str | torch.device | None = None,
     precision: torch.dtype = torch.float32,
 ) -> list[ScoredQuery]:
-    """Scores of all documents: what the artifact gives, without its language model.
+    """Scores of stored features, without the language model.
 
     Args:
-        features: Of the queries.
-        weights: The artifact's, see `batch_scores`.
+        features: Of Q queries.
+        weights: As in `batch_scores`.
         device: None for CUDA if present, else the CPU.
         precision: Of the matrix product.
+
+    Returns:
+        For each query, its documents' scores and labels.
     """
     where = device_for(device)
     moved = {name: weight.to(where) for name, weight in weights.items()}

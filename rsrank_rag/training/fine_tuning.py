@@ -152,7 +152,7 @@ def fine_tuning_loss(scores: Tensor, relevant: Tensor, valid: Tensor) -> Tensor:
 
 
 def _with_cosines(query: QueryFeatures, weight: Tensor) -> QueryFeatures:
-    """A query with the mean cosines that B gives its documents, in place of shifts, D = T = 1."""
+    """A query's features with the mean over its tokens of B's cosines as shifts, D = T = 1."""
     cosines = shift_terms(query.shifts.to(weight.device).float(), weight)
     means = cosines.reshape(*cosines.shape[:2], -1, query.tokens).mean(3, keepdim=True)
     return replace(query, shifts=means, tokens=1)

@@ -34,7 +34,7 @@ def outcomes(*scores):
 
 
 def scored(request, found, **fields):
-    _, documents = request.question()
+    _, documents = request.query_and_documents()
     return Scores(documents, found, MODEL, id="some-id", **fields)
 
 

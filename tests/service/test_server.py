@@ -377,7 +377,7 @@ async def test_what_is_too_large_is_413_and_says_what(fields, message):
 async def test_too_many_documents_are_refused_before_anything_is_made_of_them(
     path, body, monkeypatch
 ):
-    monkeypatch.setattr(ScoringRequest, "question", lambda *_: pytest.fail("pairs were made"))
+    monkeypatch.setattr(ScoringRequest, "pairs", lambda *_: pytest.fail("pairs were made"))
     async with serving(max_documents=2) as http:
         response = await http.post(path, json=body)
     assert (response.status_code, response.json()["error"]) == (

@@ -9,7 +9,10 @@ from ...reranker import Reranker
 
 
 class BM25(Reranker):
-    """Okapi BM25 over the candidates as corpus (bm25s, English stop words). No native threshold."""
+    """Okapi BM25 by bm25s, with English stop words. It has no native threshold.
+
+    The corpus of a call, from which term frequencies are counted, is the documents of that call.
+    """
 
     threshold: float | None = None
 

@@ -135,7 +135,7 @@ class RerankRequest(ScoringRequest):
         """How documents are to be read."""
         return Reading(self.extract, self.context, self.heading, self.long_documents)
 
-    def question(self) -> tuple[str, list[str]]:  # noqa: D102 - inherited
+    def query_and_documents(self) -> tuple[str, list[str]]:  # noqa: D102 - inherited
         return text_of(self.query), [text_of(document) for document in self.documents]
 
     def cutoff(self, model: Description, drop: bool) -> float | None:

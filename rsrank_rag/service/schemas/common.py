@@ -154,6 +154,9 @@ OPTIONS = frozenset(
 class ScoringRequest(Strict, ABC):
     """A request for the scores of documents for one query, with the options that all may have.
 
+    A subclass's field must not have the name of a method or property here. If clients send such a
+    name (``answer``), give the field another name, and this one as its ``validation_alias``.
+
     ``explain``: whether the scores are to be taken apart.
     """
 
@@ -197,12 +200,16 @@ class ScoringRequest(Strict, ABC):
     )
 
     @abstractmethod
-    def question(self) -> tuple[str, list[str]]:
+    def query_and_documents(self) -> tuple[str, list[str]]:
         """The query and the documents."""
 
     @abstractmethod
     def answer(self, scores: Scores) -> Any:
-        """The body of the answer."""
+        """The body of the answer.
+
+        The metrics count the rows of its field ``results`` as kept documents. An answer without
+        this field counts as all documents.
+        """
 
     @property
     def reading(self) -> Reading:
@@ -211,7 +218,7 @@ class ScoringRequest(Strict, ABC):
 
     def pairs(self, salt: str = "") -> list[Pair]:
         """The pairs to be scored, with this request's options."""
-        query, documents = self.question()
+        query, documents = self.query_and_documents()
         limits = (self.max_tokens_per_doc, self.truncate_prompt_tokens)
         most = min((limit for limit in limits if limit is not None and limit > 0), default=None)
         cut = self.long_queries == "cut"

@@ -24,7 +24,7 @@ class TextsRequest(ScoringRequest):
     texts: Annotated[list[Text], FailFast()]
     return_text: Flag | None = Field(default=None, description="Answer with the texts.")
 
-    def question(self) -> tuple[str, list[str]]:  # noqa: D102 - inherited
+    def query_and_documents(self) -> tuple[str, list[str]]:  # noqa: D102 - inherited
         return self.query, self.texts
 
     def answer(self, scores: Scores) -> list[TextScore]:
@@ -59,7 +59,7 @@ class RankingRequest(ScoringRequest):
     query: TextObject
     passages: Annotated[list[TextObject], FailFast()]
 
-    def question(self) -> tuple[str, list[str]]:  # noqa: D102 - inherited
+    def query_and_documents(self) -> tuple[str, list[str]]:  # noqa: D102 - inherited
         return self.query.text, [passage.text for passage in self.passages]
 
     def answer(self, scores: Scores) -> RankingResponse:
@@ -77,7 +77,7 @@ class ExplainRequest(ScoringRequest):
     query: Text
     document: Text
 
-    def question(self) -> tuple[str, list[str]]:  # noqa: D102 - inherited
+    def query_and_documents(self) -> tuple[str, list[str]]:  # noqa: D102 - inherited
         return self.query, [self.document]
 
     def answer(self, scores: Scores) -> Explanation:
