@@ -182,8 +182,7 @@ def score_rows(
 
     Returns:
         Scores, (N,), above 0 for relevant documents; shift terms divided by the number of tokens,
-        (N, L, H, T); similarity terms, (N, 1 + T). All are float64, in which a sum does not depend
-        on the zeros after a shorter query.
+        (N, L, H, T); similarity terms, (N, 1 + T). All are float64.
     """
     layers: list[Array] = []
 
@@ -193,6 +192,9 @@ def score_rows(
     similarity = reader.read(rows, add)
     xp = namespace(similarity)
     lengths = xp.asarray([row.query.length for row in rows], device=similarity.device)
-    terms = xp.stack(layers, 1) / lengths[:, None, None, None]
-    scores = combine(terms.sum((1, 2, 3)), similarity, projection.agreement)
+    terms = xp.stack(layers, 1)
+    # In float64, the sum of float32 terms does not depend on the zeros after a shorter query. That
+    # of their quotients does.
+    scores = combine(terms.sum((1, 2, 3)) / lengths, similarity, projection.agreement)
+    terms = terms / lengths[:, None, None, None]
     return scores, terms, similarity_terms(similarity, projection.agreement)
