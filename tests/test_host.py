@@ -82,7 +82,11 @@ USE = """
 loggers_before, before = loggers(), process()
 from rsrank_rag import RSRank
 
-for dtype in (None, "float32", "bfloat16"):
+dtypes = [None, "float32"]
+# torch's attention in bfloat16 fails on processors with AMX if its instructions are limited.
+if "ATEN_CPU_CAPABILITY" not in os.environ:
+    dtypes.append("bfloat16")
+for dtype in dtypes:
     ranker = RSRank.from_pretrained("mini", device="cpu", dtype=dtype)
     ranker.score("How do bees talk?", ["Bees dance. " * 60, "Trains run on rails. " * 60])
 loggers_after, after = loggers(), process()

@@ -217,7 +217,8 @@ def test_what_asks_a_service_knows_nothing_of_models_nor_of_the_service():
 @pytest.mark.parametrize("module", [name for name in MODULES if name.startswith("service.")])
 def test_the_service_knows_only_the_reranker(module):
     others = {name for name in own_imports(module) if not name.startswith("service.")}
-    passages = {"passages.explanation", "passages.pairs", "passages.parts", "passages.shadow"}
+    names = ("explanation", "pairs", "parts", "ranked", "shadow")
+    passages = {f"passages.{name}" for name in names}
     assert others <= {"errors", "reranker"} | passages
 
 
@@ -226,7 +227,7 @@ def test_what_the_service_asks_for_scores_knows_nothing_of_http():
     for module in modules:
         own = {f"service.{name}" for name in modules}
         known = {"errors", "reranker"}
-        known |= {"passages.explanation", "passages.pairs", "passages.parts"}
+        known |= {"passages.explanation", "passages.pairs", "passages.parts", "passages.ranked"}
         assert own_imports(f"service.{module}") <= own | known
 
 

@@ -34,8 +34,9 @@ def pooled(hidden: Array, lengths: Sequence[int]) -> Array:
 
     The sum is taken in float64, in which it does not depend on the order.
     """
-    rows = zip(hidden, lengths, strict=True)
-    means = [cast(row[:length], "float64").mean(0) for row, length in rows]
+    means = []
+    for row, length in zip(hidden, lengths, strict=True):
+        means.append(cast(row[:length], "float64").mean(0))
     return cast(namespace(hidden).stack(means), "float32")
 
 

@@ -79,7 +79,7 @@ def test_rerankers_without_one_have_zero_and_a_cosine_or_bm25_has_none():
 
 
 def test_an_unknown_word_is_no_threshold():
-    with pytest.raises(InputError, match="threshold must be a number or None, got 'high'"):
+    with pytest.raises(InputError, match=r"threshold must be a number, .* got 'high'"):
         Constant().rank("q", ["a"], threshold="high")
 
 
