@@ -405,7 +405,7 @@ def test_freed_memory_of_mixed_lengths_goes_back():
         "size = lambda: int(open('/proc/self/statm').read().split()[1]) * 4096\n"
         "pieces = [bytes(random.randint(1000, 100_000)) for _ in range(8000)]\n"
         "full = size(); kept = pieces[::100]; pieces.clear(); held = size()\n"
-        "assert trim_regularly(0.05)\n"
+        "trim_regularly(0.05)\n"
         "import time\n"
         "ends = time.monotonic() + 60\n"
         "while size() > 0.3 * full and time.monotonic() < ends: time.sleep(0.05)\n"
