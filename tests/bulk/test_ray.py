@@ -122,12 +122,11 @@ async def test_replicas_answer_as_one_service_and_change_their_number_under_load
 
 async def test_a_document_on_which_the_models_process_dies_fails_alone(service, http):
     await asyncio.to_thread(service, 1)
-    assert await scores(http, "q", ["a", "no score", "bb", "kill the process"]) == [
-        -999,
-        None,
-        -998,
-        None,
-    ]
+    body = {"query": "q", "documents": ["a", "no score", "bb", "kill the process"]}
+    answer = await http.post("/v1/rerank", json=body)
+    assert answer.is_error
+    assert [row["index"] for row in answer.json()["documents"]] == [1, 3]
+    assert await scores(http, "q", ["a", "bb"]) == [-999, -998]
 
 
 async def test_a_replica_that_dies_is_replaced(service, http):
