@@ -1,12 +1,12 @@
-"""Train the built-in model `mini`: fusion layers on top of a frozen MiniLM, B, and the border.
+"""Train the built-in model `mini`: fusion layers on top of a frozen MiniLM, B, and the bias.
 
     python train.py --data ../shared/data/train --output runs/mini
 
 First the passages are run through MiniLM's six layers once (their outputs are kept on disk: about 6
 GB), negatives are mined and queries made; then the layers above are trained. Nothing below them
 changes, so the pooled embeddings stay MiniLM's own. At the end, validation queries, also of sets
-that nothing is trained on, decide how much the shift counts and where the border is. A checkpoint
-is written every few minutes; the same command goes on from it.
+that nothing is trained on, decide how much the shift counts, and the bias. A checkpoint is
+written every few minutes; the same command goes on from the checkpoint.
 
 Axes: Q queries of a batch, R pairs of a query and a document, H heads, L layers read.
 """
@@ -15,9 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -28,6 +26,7 @@ from model import Mini, Shape
 from scorer import Scorer
 from torch import Tensor
 from torch.nn import functional
+from trainer import Training
 
 import data
 
@@ -38,8 +37,8 @@ STAY = 0.2
 """Weight of the distance of the values by which tokens are matched from MiniLM's."""
 
 
-class Trainer:
-    """Model, optimiser, running mean of the weights, and step count: what a checkpoint holds.
+class Trainer(Training):
+    """The first stage.
 
     Args:
         options: The command line.
@@ -49,8 +48,8 @@ class Trainer:
 
     def __init__(self, options: argparse.Namespace, prepared: Prepared, stored: Stored) -> None:
         torch.manual_seed(options.seed)
-        self.options, self.prepared, self.stored = options, prepared, stored
-        self.model = model = Mini(minilm(options.start), Shape(), seed=options.seed)
+        self.prepared, self.stored = prepared, stored
+        model = Mini(minilm(options.start), Shape(), seed=options.seed)
         self.scorer = Scorer(model, Encoder(options.start).ids)
         for module in (model.embeddings, *model.layers[: model.base]):
             module.requires_grad_(False)
@@ -64,12 +63,10 @@ class Trainer:
             {"params": top, "lr": options.lr, "weight_decay": 0.01},
             {"params": [model.projection], "lr": options.projection_lr, "weight_decay": 1e-3},
             {"params": [model.shift_weight], "lr": options.weight_lr, "weight_decay": 0.0},
-            {"params": [model.bias], "lr": options.border_lr, "weight_decay": 0.0},
+            {"params": [model.bias], "lr": options.bias_lr, "weight_decay": 0.0},
         ]
         self.groups = [top, [p for group in groups[1:] for p in group["params"]]]
-        self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98))
-        self.rates = [group["lr"] for group in groups]
-        self.mean = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
+        super().__init__(model, groups, options)
         shares = {
             name: share
             for name, share in (data.SETS | data.MADE).items()
@@ -85,7 +82,6 @@ class Trainer:
             shares,
         )
         self.answers = data.answers(prepared.training, prepared.texts)
-        self.step = 0
 
     def batch(self, step: int) -> tuple[list[str], list[list[int]], list[Tensor]]:
         """Queries, documents of each (its own, then some of the other queries'), and labels."""
@@ -146,53 +142,21 @@ class Trainer:
         ]
         return torch.stack(losses).mean()
 
-    def update(self, done: float) -> dict[str, float]:
-        """One step of the optimiser, ``done`` being the share of the run behind us."""
-        factor = min(1.0, (self.step + 1) / 40) * min(1.0, 0.03 + (1 - done) / self.options.decay)
-        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
-            group["lr"] = rate * factor
-        self.model.train()
+    def objective(self) -> tuple[Tensor, dict[str, float]]:
+        """See `Training`."""
         queries, documents, labels = self.batch(self.step)
-        total, parts = self.loss(*self.scorer(queries, documents, self.stored), labels)
-        self.optimizer.zero_grad()
-        total.backward()
+        return self.loss(*self.scorer(queries, documents, self.stored), labels)
+
+    def clip(self) -> None:
+        """Limit the gradients of the layers, and of everything else."""
         for parameters in self.groups:
             torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        self.optimizer.step()
-        self.step += 1
-        keep = min(self.options.mean, (self.step + 1) / (self.step + 10))
-        with torch.no_grad():
-            for name, parameter in self.model.named_parameters():
-                if name in self.mean:
-                    self.mean[name].lerp_(parameter, 1 - keep)
-        return parts
 
     def averaged(self) -> Scorer:
         """The model with the running mean of its weights: what is measured and exported."""
         self.model.load_state_dict(self.mean, strict=False)
         self.model.eval()
         return self.scorer
-
-    def save(self, path: Path) -> None:
-        """Write a checkpoint; the old one stays until the new one is complete."""
-        trained = {n: p.detach() for n, p in self.model.named_parameters() if n in self.mean}
-        state = {
-            "trained": trained,
-            "mean": self.mean,
-            "optimizer": self.optimizer.state_dict(),
-            "step": self.step,
-        }
-        state["random"] = torch.get_rng_state()  # dropout's
-        torch.save(state, path.with_suffix(".new"))
-        path.with_suffix(".new").replace(path)
-
-    def load(self, path: Path) -> None:
-        """Go on from a checkpoint."""
-        state = torch.load(path, weights_only=True)
-        self.model.load_state_dict(state["trained"], strict=False)
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.mean, self.step = state["mean"], state["step"]
-        torch.set_rng_state(state["random"])
 
 
 def listwise_loss(scores: Tensor, relevant: Tensor) -> Tensor:
@@ -247,7 +211,7 @@ def arguments() -> argparse.Namespace:
     add("--lr", type=float, default=3e-4, help="of the fusion layers")
     add("--projection-lr", type=float, default=1e-3, help="of B")
     add("--weight-lr", type=float, default=5e-3, help="of the weights of shift terms")
-    add("--border-lr", type=float, default=1e-2, help="of the border")
+    add("--bias-lr", type=float, default=1e-2, help="of the bias")
     add(
         "--decay",
         type=float,
@@ -269,27 +233,7 @@ def main() -> None:
     options.output.mkdir(parents=True, exist_ok=True)
     prepared = prepare(options.data, options.output, options.start, options.seed)
     trainer = Trainer(options, prepared, prepared.stored(options.output / "hidden.bin"))
-    checkpoint = options.output / "checkpoint.pt"
-    if checkpoint.exists():
-        trainer.load(checkpoint)
-        print(f"going on from step {trainer.step}", flush=True)
-    started, recent = time.monotonic(), []
-    with (options.output / "log.jsonl").open("a", buffering=1) as log:
-        while trainer.step < options.steps:
-            recent.append(trainer.update(trainer.step / options.steps))
-            if trainer.step % 10 == 0:
-                mean = {
-                    name: round(sum(row[name] for row in recent) / len(recent), 4)
-                    for name in recent[0]
-                }
-                minutes = round((time.monotonic() - started) / 60, 1)
-                line = json.dumps({"step": trainer.step, "minutes": minutes, **mean})
-                print(line, flush=True)
-                log.write(line + os.linesep)
-                recent = []
-            if trainer.step % options.save_every == 0:
-                trainer.save(checkpoint)
-    trainer.save(checkpoint)
+    trainer.run(options.output)
     scorer = trainer.averaged()
     unseen = prepare_unseen(options.data, options.output, options.start)
     rows = measured(scorer, prepared.validation, trainer.stored)

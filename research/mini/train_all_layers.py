@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +42,7 @@ from scorer import Scorer
 from teacher import Teacher
 from torch import Tensor
 from torch.nn import functional
+from trainer import Training
 from typed import Batch, Pool, Sampler, TechnicalSampler
 
 import data
@@ -199,8 +199,8 @@ def _rows_divergence(cosines: Tensor, wanted: Tensor) -> Tensor:
     return functional.kl_div(log, (wanted * SHARPNESS).softmax(1), reduction="batchmean")
 
 
-class AllLayers:
-    """Model, optimiser, running mean of the weights, and step count: what a checkpoint holds.
+class AllLayers(Training):
+    """The second stage.
 
     Args:
         options: The command line.
@@ -210,9 +210,9 @@ class AllLayers:
 
     def __init__(self, options: argparse.Namespace, sampler: Sampler, teacher: Teacher) -> None:
         torch.manual_seed(options.seed)
-        self.options, self.sampler, self.teacher = options, sampler, teacher
+        self.sampler, self.teacher = sampler, teacher
         self.encoder = Encoder(options.start)
-        self.model = model = load_stage(options.start_from, options.start)
+        model = load_stage(options.start_from, options.start)
         if options.weights is not None:
             weights = torch.load(options.weights, weights_only=True)
             model.load_state_dict(weights, strict=False)
@@ -229,54 +229,22 @@ class AllLayers:
             {"params": [model.pooled_weight, model.token_weight], "lr": options.scalar_lr},
             {"params": [model.bias], "lr": options.scalar_lr},
         ]
-        self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98))
-        self.rates = [group["lr"] for group in groups]
-        self.mean = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
-        self.step = 0
+        super().__init__(model, groups, options, options.warm_up)
 
-    def update(self) -> dict[str, float]:
-        """One step of the optimiser; the parts of the loss."""
-        share = self.step / self.options.steps
-        factor = min(1.0, (self.step + 1) / self.options.warm_up) * min(
-            1.0, 0.03 + (1 - share) / self.options.decay
-        )
-        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
-            group["lr"] = rate * factor
-        self.model.train()
+    def objective(self) -> tuple[Tensor, dict[str, float]]:
+        """See `Training`."""
         batch = self.sampler(self.step)
-        total, parts = loss(self.model, batch, run(self.model, self.encoder, batch), self.teacher)
-        self.optimizer.zero_grad()
-        total.backward()
+        return loss(self.model, batch, run(self.model, self.encoder, batch), self.teacher)
+
+    def clip(self) -> None:
+        """Limit the gradients of the lower layers, then those of all."""
         torch.nn.utils.clip_grad_norm_(self.lower, 1.0)
-        torch.nn.utils.clip_grad_norm_([p for p in self.model.parameters() if p.requires_grad], 2.0)
-        self.optimizer.step()
-        self.step += 1
-        kept_share = min(self.options.mean, (self.step + 1) / (self.step + 10))
-        with torch.no_grad():
-            for name, parameter in self.model.named_parameters():
-                if name in self.mean:
-                    self.mean[name].lerp_(parameter, 1 - kept_share)
-        return parts
+        super().clip()
 
     def save(self, path: Path) -> None:
-        """Write a checkpoint; the old one stays until the new one is complete."""
-        state = {
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "mean": self.mean,
-            "step": self.step,
-            "random": torch.get_rng_state(),
-        }
-        torch.save(state, path.with_suffix(".new"))
-        path.with_suffix(".new").replace(path)
-
-    def load(self, path: Path) -> None:
-        """Go on from a checkpoint."""
-        state = torch.load(path, weights_only=True)
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.mean, self.step = state["mean"], state["step"]
-        torch.set_rng_state(state["random"])
+        """See `Training`. The teacher may have embedded more texts by now."""
+        self.teacher.refresh()
+        super().save(path)
 
 
 def arguments() -> argparse.Namespace:
@@ -319,29 +287,7 @@ def main() -> None:
     if options.manuals is not None:
         sampler = TechnicalSampler(pool, options.seed, options.manuals, options.library_docs)
     trainer = AllLayers(options, sampler, Teacher(options.teacher))
-    checkpoint = options.output / "checkpoint.pt"
-    if checkpoint.exists():
-        trainer.load(checkpoint)
-        print(f"going on from step {trainer.step}", flush=True)
-    started = time.monotonic()
-    recent: list[dict[str, float]] = []
-    with (options.output / "log.jsonl").open("a", encoding="utf-8", buffering=1) as log:
-        while trainer.step < options.steps:
-            recent.append(trainer.update())
-            if trainer.step % 10 == 0:
-                mean = {
-                    name: round(sum(parts[name] for parts in recent) / len(recent), 4)
-                    for name in recent[0]
-                }
-                minutes = round((time.monotonic() - started) / 60, 1)
-                line = json.dumps({"step": trainer.step, "minutes": minutes, **mean})
-                print(line, flush=True)
-                log.write(line + "\n")
-                recent = []
-            if trainer.step % options.save_every == 0:
-                trainer.teacher.refresh()
-                trainer.save(checkpoint)
-    trainer.save(checkpoint)
+    trainer.run(options.output)
     torch.save(trainer.mean, options.output / "mean.pt")
     finish(trainer, pool)
 

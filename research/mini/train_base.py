@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -29,6 +28,7 @@ from pairs import DOCUMENT_TOKENS, run
 from scorer import Scorer
 from torch import Tensor
 from train_all_layers import WEIGHTS, loss
+from trainer import Training
 from typed import Batch, Pool, TechnicalSampler
 
 import data
@@ -84,8 +84,8 @@ def fit(model: Mini, frozen: Frozen, batches: Sequence[Batch]) -> None:
     print("g, w, bias:", [round(scalar.item(), 2) for scalar in scalars], flush=True)
 
 
-class Trainer:
-    """Model, optimiser, running mean of the weights, and step count: what a checkpoint holds.
+class FrozenEncoder(Training):
+    """Fusion layers on an encoder that does not change.
 
     Args:
         options: The command line.
@@ -97,10 +97,11 @@ class Trainer:
         self, options: argparse.Namespace, sampler: TechnicalSampler, frozen: Frozen
     ) -> None:
         torch.manual_seed(options.seed)
-        self.options, self.sampler, self.frozen = options, sampler, frozen
+        self.sampler, self.frozen = sampler, frozen
         self.teacher = FrozenTeacher(frozen)
-        shape = Shape(fuse=12, run=options.run)
-        self.model = model = Mini(as_bert_model(options.start), shape, shift=options.shift)
+        encoder = as_bert_model(options.start)
+        shape = Shape(fuse=encoder.config.num_hidden_layers, run=options.run)
+        model = Mini(encoder, shape, shift=options.shift)
         fit(model, frozen, [sampler(step) for step in range(FITTED_BATCHES)])
         self.first = copy.deepcopy(model)
         for module in (model.embeddings, *model.layers[: model.base]):
@@ -115,18 +116,10 @@ class Trainer:
             {"params": [model.pooled_weight, model.token_weight], "lr": options.scalar_lr},
             {"params": [model.bias], "lr": options.scalar_lr},
         ]
-        self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98))
-        self.rates = [group["lr"] for group in groups]
-        self.mean = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
-        self.step = 0
+        super().__init__(model, groups, options)
 
-    def update(self) -> dict[str, float]:
-        """One step of the optimiser; the parts of the loss."""
-        share = self.step / self.options.steps
-        factor = min(1.0, (self.step + 1) / 40) * min(1.0, 0.03 + (1 - share) / self.options.decay)
-        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
-            group["lr"] = rate * factor
-        self.model.train()
+    def objective(self) -> tuple[Tensor, dict[str, float]]:
+        """See `Training`."""
         batch = self.sampler(self.step % self.options.batches)
         # The teacher has read the texts as they are, with their titles.
         batch.bare = batch.texts
@@ -135,38 +128,7 @@ class Trainer:
         fuse = self.model.shape.fuse
         value, start = (m.layers[fuse].value.weight for m in (self.model, self.first))
         moved = (value - start.detach()).square().sum() / start.detach().square().sum()
-        self.optimizer.zero_grad()
-        (total + STAY * moved).backward()
-        trained = [p for p in self.model.parameters() if p.requires_grad]
-        torch.nn.utils.clip_grad_norm_(trained, 2.0)
-        self.optimizer.step()
-        self.step += 1
-        rate = min(self.options.mean, (self.step + 1) / (self.step + 10))
-        with torch.no_grad():
-            for name, parameter in self.model.named_parameters():
-                if name in self.mean:
-                    self.mean[name].lerp_(parameter, 1 - rate)
-        return {**parts, "moved": moved.item()}
-
-    def save(self, path: Path) -> None:
-        """Write a checkpoint; the old one stays until the new one is complete."""
-        state = {
-            "trained": {n: p.detach() for n, p in self.model.named_parameters() if n in self.mean},
-            "optimizer": self.optimizer.state_dict(),
-            "mean": self.mean,
-            "step": self.step,
-            "random": torch.get_rng_state(),
-        }
-        torch.save(state, path.with_suffix(".new"))
-        path.with_suffix(".new").replace(path)
-
-    def load(self, path: Path) -> None:
-        """Go on from a checkpoint."""
-        state = torch.load(path, weights_only=True)
-        self.model.load_state_dict(state["trained"], strict=False)
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.mean, self.step = state["mean"], state["step"]
-        torch.set_rng_state(state["random"])
+        return total + STAY * moved, {**parts, "moved": moved.item()}
 
 
 def texts_of(batches: Sequence[Batch]) -> list[Key]:
@@ -227,35 +189,12 @@ def main() -> None:
     frozen.read(validation_texts(queries))
     if options.encode_only:
         return
-    trainer = Trainer(options, sampler, frozen)
-    checkpoint = options.output / "checkpoint.pt"
-    if checkpoint.exists():
-        trainer.load(checkpoint)
-        print(f"going on from step {trainer.step}", flush=True)
-    train(trainer, checkpoint)
+    trainer = FrozenEncoder(options, sampler, frozen)
+    trainer.run(options.output)
     finish(trainer, queries)
 
 
-def train(trainer: Trainer, checkpoint: Path) -> None:
-    """The remaining steps."""
-    started = time.monotonic()
-    recent: list[dict[str, float]] = []
-    while trainer.step < trainer.options.steps:
-        recent.append(trainer.update())
-        if trainer.step % 10 == 0:
-            mean = {
-                name: round(sum(parts[name] for parts in recent) / len(recent), 4)
-                for name in recent[0]
-            }
-            minutes = round((time.monotonic() - started) / 60, 1)
-            print(json.dumps({"step": trainer.step, "minutes": minutes, **mean}), flush=True)
-            recent = []
-        if trainer.step % trainer.options.save_every == 0:
-            trainer.save(checkpoint)
-    trainer.save(checkpoint)
-
-
-def finish(trainer: Trainer, queries: dict[str, list[dict]]) -> None:
+def finish(trainer: FrozenEncoder, queries: dict[str, list[dict]]) -> None:
     """Choose by validation queries, and export what was chosen."""
     options, model = trainer.options, trainer.model
     rows_of = {

@@ -85,7 +85,8 @@ def maxsim(query: Array, document: Array, in_document: Array) -> Array:
         tokens = document[:, :, start : start + COLUMNS]
         products.append((query @ tokens.mT).sum(1))
     squares = [xp.einsum("nhtd,nhtd->nt", values, values) for values in (query, document)]
-    lengths = [xp.clip(xp.sqrt(square), 1e-12, None) for square in squares]
+    # Clipped before the root, whose gradient at 0 is infinite.
+    lengths = [xp.sqrt(xp.clip(square, 1e-24, None)) for square in squares]
     cosines = xp.concatenate(products, -1) / (lengths[0][..., None] * lengths[1][:, None])
     return xp.amax(xp.where(in_document[:, None], cosines, -1), -1)
 

