@@ -41,11 +41,12 @@ def test_pages_with_code_and_notebooks_were_found():
 @pytest.mark.parametrize(
     "number", range(len(BLOCK.findall((ROOT / "README.md").read_text("utf-8"))))
 )
-def test_each_block_of_the_readme_runs_alone(number):
+def test_each_block_of_the_readme_runs_alone_and_prints_what_it_keeps(number, capsys):
     pytest.importorskip("langchain_core")
     pytest.importorskip("llama_index.core")
     block = BLOCK.findall((ROOT / "README.md").read_text("utf-8"))[number]
     exec(compile(block, f"README.md, block {number}", "exec"), {"__name__": "__docs__"})
+    assert "bee's waggle dance" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("page", PAGES[1:], ids=lambda page: page.name)

@@ -482,6 +482,7 @@ def test_a_passage_that_cannot_be_scored_is_named(visit):
     with page.expect_response("**/v1/rerank"):
         type_in(page, QUERY, ["a passage of some length", "no score", "short"])
     page.get_by_role("alert").get_by_text("Document 1 has no score.").wait_for()
+    assert page.locator("#results").is_hidden()
 
 
 def test_passages_that_were_cut_are_marked(page):
