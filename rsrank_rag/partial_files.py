@@ -20,7 +20,7 @@ def partial_of(path: Path) -> Path:
 
 
 def is_stale(partial: Path) -> bool:
-    """Whether a partial file is older than a day. Then its writer must have been killed."""
+    """Whether a partial file or folder is older than a day: its writer must have been killed."""
     try:
         return time.time() - partial.stat().st_mtime > A_DAY
     # The file is gone, because its writer has finished it.
@@ -75,9 +75,13 @@ def replacing(folder: Path) -> Iterator[Path]:
     """Give an empty folder to fill, and move its entries into ``folder`` when the block has ended.
 
     Entries of ``folder`` with the same names are replaced, others stay. If the block fails, or the
-    process is killed in it, nothing is replaced.
+    process is killed in it, nothing is replaced. If the process is killed while it moves the
+    entries, some are old and some are new.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    for stale in folder.glob(".new.*"):
+        if is_stale(stale):
+            shutil.rmtree(stale)
     with TemporaryDirectory(prefix=".new.", dir=folder) as partial:
         yield Path(partial)
         for new in list(Path(partial).iterdir()):

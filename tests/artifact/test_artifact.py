@@ -316,6 +316,18 @@ def test_a_foreign_config_names_no_attention_kernel(field, saved, tiny_folder, t
 
 # Saved whole or not at all
 
+
+def test_saving_removes_what_a_save_that_was_killed_a_day_ago_left_behind(tiny_folder, tmp_path):
+    ranker = load_ranker(tiny_folder("qwen3"), "qwen3")
+    left = {name: tmp_path / f".new.{name}" for name in ("old", "recent")}
+    for folder in left.values():
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+    os.utime(left["old"], (0, 0))
+    ranker.save_pretrained(tmp_path)
+    assert [name for name, folder in left.items() if folder.exists()] == ["recent"]
+
+
 WRITES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree", "os.truncate"}
 
 
