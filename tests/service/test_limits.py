@@ -292,9 +292,11 @@ async def test_keys_change_with_their_file_and_stay_if_it_is_broken(tmp_path, ca
 
         assert await opens("fixed", "old", "new") == [True, True, False]
         other = tmp_path / "other"
-        other.write_text("new\nnewer\n")
+        other.write_text("new\nnewer\n\n of three words \n")
         other.replace(file)
         assert await opens("fixed", "old", "new", "newer") == [True, False, True, True]
+        # A line is one key.
+        assert await opens("of three words", "of", "words") == [True, False, False]
         before = file.stat()
         file.write_text("two\nnewer\n")
         os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))

@@ -627,6 +627,16 @@ async def test_without_a_model_requests_are_answered_when_the_service_stops(tmp_
         await task
 
 
+async def test_a_queue_that_gives_up_answers_all_and_has_nothing_that_waits():
+    queue = FairQueue()
+    documents = queue.add("client", pairs("a", "b"), [1, 1], explain=False)
+    queue.give_up()
+    assert all(document.answer.cancelled() for document in documents)
+    # Otherwise the loop would load the model once more before it ends.
+    assert not queue.waiting
+    assert queue.withdraw(documents) == 0
+
+
 @pytest.mark.parametrize("load", [load_once, load_on_a_free_device])
 async def test_a_model_that_can_be_loaded_again_goes_on_with_what_waited(tmp_path, load):
     (tmp_path / "may load").touch()
