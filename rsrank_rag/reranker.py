@@ -100,19 +100,20 @@ class Reranker(ABC):
         scores = self.score(query, documents)
         return blanks_last(documents, [Scored(score) for score in scores])
 
-    def token_counts(self, pairs: Sequence[Pair]) -> list[int]:
-        """Tokens that the model runs to score each pair: the cost by which a service plans.
+    def token_costs(self, pairs: Sequence[Pair]) -> list[int]:
+        """The cost of each pair, as the number of tokens that the model runs in the same time.
 
-        This one estimates from characters; override it where tokens can be counted.
+        A service plans by these costs. This method estimates them from characters. Override it
+        where tokens can be counted.
 
         Raises:
             InputError: As `score_pairs`.
         """
-        counts = []
+        costs = []
         for pair in pairs:
             document = min(len(pair.document), CHARACTERS_PER_TOKEN * MOST_TOKENS)
-            counts.append((len(pair.query) + document) // CHARACTERS_PER_TOKEN + 1)
-        return counts
+            costs.append((len(pair.query) + document) // CHARACTERS_PER_TOKEN + 1)
+        return costs
 
     def rank(
         self,

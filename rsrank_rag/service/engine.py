@@ -31,7 +31,7 @@ class Canary:
 
 
 Parts = tuple[Segment, list[tuple[Pair, int]]]
-"""A segment of a document, and its parts with the tokens that the model runs for each."""
+"""A segment of a document, and its parts with the cost of each."""
 
 Work = Callable[[Reranker, list[Pair]], list[Any]]
 """Gives one value for each pair."""
@@ -88,9 +88,9 @@ class Engine:
                 of_segment = [pair] if pair.reading == WHOLE else parts_of(pair, segment)
                 segments.append((segment, len(of_segment)))
                 parts += of_segment
-        # A part whose tokens cannot be counted has its error when it is run.
-        counts = [1 if isinstance(n, Outcome) else n for n in self._each(parts, _token_counts)]
-        costed = zip(parts, counts, strict=True)
+        # A part whose cost cannot be computed has its error when it is run.
+        costs = [1 if isinstance(n, Outcome) else n for n in self._each(parts, _token_costs)]
+        costed = zip(parts, costs, strict=True)
         return [
             one if isinstance(one, Outcome) else (one[0], list(islice(costed, one[1])))
             for one in segments
@@ -180,8 +180,8 @@ def _with_fitting_queries(reranker: Reranker, pairs: Sequence[Pair]) -> list[Pai
     return [replace(pair, query=queries.get(pair.query, pair.query)) for pair in pairs]
 
 
-def _token_counts(reranker: Reranker, pairs: list[Pair]) -> list[int]:
-    return reranker.token_counts(_with_fitting_queries(reranker, pairs))
+def _token_costs(reranker: Reranker, pairs: list[Pair]) -> list[int]:
+    return reranker.token_costs(_with_fitting_queries(reranker, pairs))
 
 
 def _outcomes(reranker: Reranker, pairs: list[Pair]) -> list[Outcome]:

@@ -1,10 +1,10 @@
 """One queue before one model: clients share the model's time, and requests share its batches.
 
 The queue holds small items with a known cost. An item is one part of one document for one query,
-such as a window; its cost is the number of tokens that the model will run. A batch holds items of
-the clients that have had the least, and as many tokens as the model runs in a tenth of a second.
-So no request holds the model for long, whatever its size; what nobody waits for any more leaves
-between two batches.
+such as a window; its cost is the number of tokens that the model runs in the same time. A batch
+holds items of the clients that have had the least, and as many tokens as the model runs in a tenth
+of a second. So no request holds the model for long, whatever its size. What nobody waits for any
+more leaves between two batches.
 
 Documents are cut into parts shortly before their turn, a segment at a time, by the model's process.
 The rest of a document waits as an item, too.

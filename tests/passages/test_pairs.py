@@ -127,11 +127,22 @@ def test_queries_of_like_length_share_one_run_with_a_row_without_a_document_for_
 def test_the_tokens_to_run_are_counted_and_counting_changes_no_score(ranker):
     pairs = [Pair(QUERY, "Bees see blue."), Pair("Who?", "A text. " * 300), Pair(QUERY, "Why?")]
     pairs += [pairs[0], replace(pairs[1], max_tokens=7)]
-    counts = ranker.token_counts(pairs)
+    counts = ranker.token_costs(pairs)
     counted = ranker.score_pairs(pairs)
     assert counts == [one.tokens for one in counted]
     for one, other in zip(counted, ranker.score_pairs(pairs), strict=True):
         assert one.score == pytest.approx(other.score, abs=1e-5)
+
+
+def test_a_cached_document_costs_the_query_and_a_part_of_its_length():
+    ranker = RSRank.from_pretrained("mini", device="cpu", prefix_cache="64MB")
+    short = Pair(QUERY, "A text.")
+    long = replace(short, document="A text. " * 30)
+    before = ranker.token_costs([short, long])
+    ranker.score_pairs([short, long])
+    cached = ranker.token_costs([short, long])
+    query = len(ranker.prompts.query(QUERY).ids)
+    assert query <= cached[0] < cached[1] < before[1] / 4
 
 
 def test_results_say_what_was_read(ranker):

@@ -849,7 +849,7 @@ class Counted(Reranker):
     def token_ends(self, document):
         return range(4, len(document) + 4, 4), 512
 
-    def token_counts(self, pairs):
+    def token_costs(self, pairs):
         return [5 + min(512, pair.max_tokens or 512, len(pair.document) // 4) for pair in pairs]
 
     def score(self, query, documents):
@@ -882,7 +882,7 @@ class Timed(SimpleNamespace):
             lengths = (sum(stop - start for start, stop in one[0].spans) for one in result)
             seconds = sum(lengths) / self.cut_speed
         else:
-            seconds = sum(self.engine.reranker.token_counts(arguments[0])) / self.speed
+            seconds = sum(self.engine.reranker.token_costs(arguments[0])) / self.speed
             seconds += self.overhead
         self.seconds = seconds
         self.longest = max(self.longest, seconds)
