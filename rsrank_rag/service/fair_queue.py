@@ -217,6 +217,9 @@ class FairQueue:
             if not item.document.answer.done():
                 if batch and (item.cost > tokens or item.is_alone or batch[0].is_alone):
                     break
+                # Whoever asks for little need not wait for the items of whoever asks for much.
+                if batch and client.served - batch[0].document.client.served > self.credit / 2:
+                    break
                 batch.append(item)
                 tokens -= item.cost
                 served[client] += item.cost

@@ -627,6 +627,22 @@ async def test_without_a_model_requests_are_answered_when_the_service_stops(tmp_
         await task
 
 
+async def test_a_batch_of_who_asks_for_little_has_no_items_of_who_asks_for_much():
+    queue = FairQueue()
+    queue.credit = 100.0
+    queue.add("much", pairs(*"abcdef"), [1] * 6, explain=False)
+    queue.clients["much"].served = queue.clock = 500.0
+    for name in ("little", "as little"):
+        queue.add(name, pairs("x"), [1], explain=False)
+    clients = {client: name for name, client in queue.clients.items()}
+
+    def names():
+        return [clients[item.document.client] for item in queue.next_batch(1000)]
+
+    assert names() == ["little", "as little"]
+    assert names() == ["much"] * 6
+
+
 async def test_a_queue_that_gives_up_answers_all_and_has_nothing_that_waits():
     queue = FairQueue()
     documents = queue.add("client", pairs("a", "b"), [1, 1], explain=False)
