@@ -281,8 +281,8 @@ class RSRank(Pretrained, Reranker):
             shared_positions=self.prompts.shared_positions,
         )
         view = self._view(prompts, self.cache)
-        if len(self._by_instruction) >= INSTRUCTIONS:
-            # Other threads may do the same.
+        # Other threads may add instructions at the same time, so there may be several too many.
+        while len(self._by_instruction) >= INSTRUCTIONS:
             self._by_instruction.pop(next(iter(list(self._by_instruction)), ""), None)
         self._by_instruction[instruction] = view
         return view

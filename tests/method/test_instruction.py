@@ -129,6 +129,8 @@ def test_an_instruction_that_leaves_no_room_is_refused(told):
 
 
 def test_few_instructions_are_remembered_and_a_twin_takes_others(told):
+    # As if threads had added several at the same time.
+    told._by_instruction.update((f"thread {number}", told) for number in range(40))
     first = told.with_instruction("first")
     assert told.with_instruction("first") is first
     for number in range(20):
