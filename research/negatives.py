@@ -142,7 +142,7 @@ def replace_negatives(
     ]
 
     def read(rows: Sequence[int]) -> list[str]:
-        return [documents[row].content(titles=titles) for row in rows]
+        return [documents[row].content() if titles else documents[row].text for row in rows]
 
     found = choose(negatives, wanted, len(documents), read, seed=seed, options=options)
     changed = []

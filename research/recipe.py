@@ -1,9 +1,10 @@
 """Recipes whose data may be sets by name from the Hub, such as those for Qwen3."""
 
+import random
 from pathlib import Path
 from typing import ClassVar
 
-from pydantic import AliasChoices, Field, model_validator
+from pydantic import AliasChoices, Field, PositiveInt, model_validator
 from typing_extensions import Self
 
 from rsrank_rag.evaluation.datasets import LabelledQuery, dataset_name, read_labelled
@@ -19,6 +20,8 @@ class SetPart(DataPart, extra="forbid", frozen=True):
     """Labelled queries: a JSON-lines file, or a set by its name."""
 
     file: str | None = None  # type: ignore[assignment]
+    label: str | None = None
+    queries: PositiveInt | None = Field(default=None, description="At most so many, at random.")
     dataset: str | None = Field(
         default=None,
         validation_alias=AliasChoices("dataset", "name"),
@@ -51,8 +54,15 @@ class SetPart(DataPart, extra="forbid", frozen=True):
         Args:
             seed: It draws queries and random negatives.
             options: How to load the bi-encoder of dense negatives.
-            titles: Whether the first stage of hard negatives reads a file's titles.
+            titles: Whether documents keep their titles. Without them, the first stage of hard
+                negatives does not read a file's titles either.
         """
+        queries = self._with_titles(seed, options, titles)
+        return queries if titles else [_without_titles(query) for query in queries]
+
+    def _with_titles(
+        self, seed: int, options: LoadOptions | None, titles: bool
+    ) -> list[LabelledQuery]:
         if self.dataset is not None:
             return load_named(
                 self.dataset,
@@ -69,7 +79,14 @@ class SetPart(DataPart, extra="forbid", frozen=True):
             queries = replace_negatives(
                 queries, self.negatives, titles=titles, seed=seed, options=options
             )
-        return self.drawn(queries, seed)
+        if self.queries is None or self.queries >= len(queries):
+            return queries
+        return random.Random(f"{seed}-{self.title}").sample(queries, self.queries)
+
+
+def _without_titles(query: LabelledQuery) -> LabelledQuery:
+    documents = [document.model_copy(update={"title": None}) for document in query.documents]
+    return query.model_copy(update={"documents": tuple(documents)})
 
 
 class ResearchRecipe(Recipe):
@@ -80,6 +97,15 @@ class ResearchRecipe(Recipe):
     data: tuple[SetPart, ...] = ()
     evaluation: tuple[SetPart, ...] = ()
     method: Method = "gradient"
+    titles: bool = True
+    """Whether documents are read with their titles."""
+
+    def read_queries(self) -> list[LabelledQuery]:
+        """The labelled queries of all sets."""
+        queries: list[LabelledQuery] = []
+        for part in self.data:
+            queries += part.load(self.fit.seed, titles=self.titles)
+        return queries
 
     @model_validator(mode="after")
     def _unique_titles(self) -> Self:

@@ -29,9 +29,10 @@ from rsrank_rag import Reranker, RSRank
 from rsrank_rag.evaluation.datasets import LabelledQuery, dataset_name, read_labelled
 from rsrank_rag.evaluation.evaluate import score_dataset, shared_threshold, summarise
 from rsrank_rag.evaluation.metrics import (
+    Rule,
     ScoredQuery,
-    f1_at,
     ranking_measures,
+    selection_measures,
 )
 from rsrank_rag.evaluation.systems.bm25 import BM25
 from rsrank_rag.evaluation.systems.sentence_transformers import BiEncoder
@@ -188,7 +189,8 @@ def examples(
         for query in queries:
             (scored,) = score_dataset(ranker, [query])
             if len(rows) < count and is_clear(scored):
-                rows[query.id] = [ranking_measures([scored])["ndcg@5"].item(), f1_at(scored, 0.0)]
+                f1 = selection_measures([scored], Rule(0.0))["f1"].item()
+                rows[query.id] = [ranking_measures([scored])["ndcg@5"].item(), f1]
             if len(rows) == count:
                 break
     return found

@@ -32,7 +32,7 @@ from rsrank_rag.evaluation.statistics import Record
 from rsrank_rag.language_model.options import ModelSource
 from rsrank_rag.method.projection import Projection
 from rsrank_rag.partial_files import write_text
-from rsrank_rag.training.batches import scored, split
+from rsrank_rag.training.batches import device_for, scored, split
 from rsrank_rag.training.fit import FitOptions, fit
 from rsrank_rag.training.recipe import SHIPPED, read_toml
 from rsrank_rag.training.run import TrainingRun
@@ -277,15 +277,11 @@ class Ablations:
                 f"bi-encoder:{recipe.model.name}", load=recipe.model.load_options()
             )
             system = load(source)
-            titles = recipe.features.titles
-            return (
-                0,
-                0,
-                {
-                    part.title: score_dataset(system, part.load(recipe.fit.seed), titles=titles)
-                    for part in sets
-                },
-            )
+            found = {}
+            for part in sets:
+                queries = part.load(recipe.fit.seed, titles=recipe.titles)
+                found[part.title] = score_dataset(system, queries)
+            return 0, 0, found
         features = {}
         for part in sets:
             features[part.title] = self._read(_evaluating(recipe, part), ablation)
@@ -299,7 +295,7 @@ class Ablations:
         found = {}
         for label, queries in features.items():
             rows = [_part(query, ablation) for query in queries]
-            found[label] = scored(rows, weights, device=recipe.model.device)
+            found[label] = scored(rows, weights, device=device_for(recipe.model.device))
         return train, projection.weight.numel(), found
 
     def _projection(
@@ -324,7 +320,7 @@ class Ablations:
 
     def _key(self, recipe: ResearchRecipe, ablation: Ablation) -> str:
         """Of features; all ablations that read the same share them."""
-        same = recipe.model_dump_json(include={"model", "template", "features", "data"})
+        same = recipe.model_dump_json(include={"model", "template", "features", "data", "titles"})
         return sha(same, str(recipe.fit.seed), ablation.signal, ablation.null)[:16]
 
     def _read(self, recipe: ResearchRecipe, ablation: Ablation) -> list[QueryFeatures]:
@@ -352,7 +348,8 @@ def learn(
         return Projection.random(layers, heads, options.projection_dim, width, seed=options.seed)
     if recipe.method != "gradient":
         return closed_form(train, layers, recipe.method, projection_dim=options.projection_dim)
-    return fit(train, validation, layers, options, device=recipe.model.device).projection
+    device = device_for(recipe.model.device)
+    return fit(train, validation, layers, options, device=device).projection
 
 
 def _part(query: QueryFeatures, ablation: Ablation) -> QueryFeatures:

@@ -134,7 +134,7 @@ class _Run:
         for label in missing:
             try:
                 watched = self.watch(sets[label], f"{part.title}, {label}")
-                scored = score_dataset(system, watched, titles=self.config.titles)
+                scored = score_dataset(system, watched)
             except RSRankError as error:
                 self.fail(f"{part.title}, {label}", error)
                 continue

@@ -132,7 +132,10 @@ def score_ranges(
         label: The threshold's name in the legend.
         title: Title of the figure.
     """
-    with plots.canvas(7.0, 1.5 + 0.36 * len(ranges)) as figure:
+    from matplotlib.figure import Figure
+
+    with plots.style():
+        figure = Figure(figsize=(7.0, 1.5 + 0.36 * len(ranges)), layout="constrained")
         axes = figure.subplots()
         rows = range(len(ranges))
         lows, highs = np.transpose(list(ranges.values()))
@@ -159,13 +162,15 @@ def f1_gap_curves(panels: Mapping[str, Mapping[str, Sequence[float]]]) -> Figure
     Args:
         panels: Set -> system -> F1 gap of each query (paper, Fig. 2).
     """
-    with plots.panel_grid(panels, 2.5) as (figure, grid):
+    with plots.style():
+        figure, grid = plots.panel_grid(panels, 2.5)
         for axes, (name, systems) in zip(grid, panels.items(), strict=True):
             for system, gaps in systems.items():
                 above = np.linspace(1, 0, len(gaps) + 1)
                 axes.step([0, *sorted(gaps), 1], [*above, 0], where="post", label=system)
             axes.set(title=name, xlim=(0, 1), ylim=(0, 1.02))
-        return plots.labelled(figure, "F1 below the query's best by more", "share of queries")
+        plots.name_axes(figure, "F1 below the query's best by more", "share of queries")
+        return figure
 
 
 def write_figures(folder: Path, systems: Sequence[Measured], comparison: Comparison) -> list[Path]:

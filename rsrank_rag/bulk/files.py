@@ -1,19 +1,15 @@
-"""Files of rows: JSON lines, read and written a chunk of rows at a time."""
+"""Files of rows, in JSON lines."""
 
-import gzip
 import json
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
+from ..evaluation.datasets import read_lines
 
 ENDINGS = (".jsonl", ".jsonl.gz")
-
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -54,29 +50,17 @@ def find_shards(source: str, output: Path) -> list[Shard]:
     return [Shard(path, output / path.relative_to(folder)) for path in paths]
 
 
-def read_rows(path: Path, count: int) -> Iterator[list[Row]]:
-    """The rows of a file, at most ``count`` at a time.
+def read_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a file.
 
     Raises:
         InputError: The file cannot be read, or a line is no JSON object.
     """
-    done = 0
-    try:
-        with open_text(path, "rt", path.suffix) as file:
-            rows = (json.loads(line) for line in file if line.strip())
-            while chunk := list(islice(rows, count)):
-                if not all(isinstance(row, dict) for row in chunk):
-                    raise ValueError("a line is no JSON object")
-                yield chunk
-                done += len(chunk)
-    except (OSError, EOFError, ValueError, RecursionError, zlib.error) as error:
-        raise InputError(f"{path} cannot be read after row {done}: {error}") from error
-
-
-def open_text(path: Path, mode: str, suffix: str) -> Any:
-    """Open a file of lines; compressed, if its name ends in ``.gz``."""
-    opener: Callable[..., Any] = open
-    if suffix == ".gz":
-        opener = gzip.open
-    # JSON can spell lone surrogates, which UTF-8 cannot.
-    return opener(path, mode, encoding="utf-8", errors="replace", newline="\n")
+    for place, line in read_lines(path):
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"{place} is no JSON: {error}") from error
+        if not isinstance(row, dict):
+            raise InputError(f"{place} is no JSON object.")
+        yield row

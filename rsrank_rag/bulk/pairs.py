@@ -77,16 +77,14 @@ class PairScorer:
         """
         columns = {str(name): batch[name] for name in batch}
         check_columns(columns)
-        texts = list(zip(columns["query"], columns["document"], strict=True))
-        are_texts = [all(isinstance(text, str) for text in pair) for pair in texts]
-        pairs = [Pair(*pair) for pair, usable in zip(texts, are_texts, strict=True) if usable]
-        outcomes = iter(self._outcomes(pairs))
-        results = []
-        for usable in are_texts:
-            result = PairResult(error="The query or the document is no text.")
-            if usable:
-                result = self._result(next(outcomes))
-            results.append(result)
+        pairs = {}
+        for place, texts in enumerate(zip(columns["query"], columns["document"], strict=True)):
+            if all(isinstance(text, str) for text in texts):
+                pairs[place] = Pair(*texts)
+        no_text = PairResult(error="The query or the document is no text.")
+        results = [no_text] * len(columns["query"])
+        for place, outcome in zip(pairs, self._outcomes(list(pairs.values())), strict=True):
+            results[place] = self._result(outcome)
         for place, name in enumerate(COLUMNS):
             columns[name] = [result[place] for result in results]
         return columns
@@ -107,8 +105,6 @@ class PairScorer:
         Raises:
             RSRankError: The model fails on a simple pair, too: it must not fill files with errors.
         """
-        if not pairs:
-            return []
         try:
             outcomes = self._engine.score(pairs)
             if not any(outcome.fault == "internal" for outcome in outcomes):

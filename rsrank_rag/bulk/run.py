@@ -3,13 +3,15 @@
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
+from ..evaluation.datasets import opener
 from ..partial_files import appearing, differences
 from ..reranker import Reranker
-from .files import Shard, find_shards, open_text, read_rows
+from .files import Shard, find_shards, read_rows
 from .pairs import COLUMNS, PAIR, PairScorer, check_columns
 
 # An output folder has a file of this name with the settings of its scores.
@@ -75,12 +77,10 @@ def _check_folder(folder: Path, settings: Mapping[str, Any], shards: Iterable[Sh
 def score_shard(scorer: PairScorer, shard: Shard) -> Counter[str]:
     """Write one file with its scores, a chunk of rows at a time; return the numbers."""
     numbers = Counter(files=1)
+    source_rows = read_rows(shard.source)
     shard.target.parent.mkdir(parents=True, exist_ok=True)
-    with (
-        appearing(shard.target) as partial_path,
-        open_text(partial_path, "wt", shard.source.suffix) as file,
-    ):
-        for rows in read_rows(shard.source, CHUNK):
+    with appearing(shard.target) as partial_path, opener(shard.target)(partial_path, "wb") as file:
+        while rows := list(islice(source_rows, CHUNK)):
             try:
                 check_columns({name for row in rows for name in row})
             except InputError as error:
@@ -88,7 +88,9 @@ def score_shard(scorer: PairScorer, shard: Shard) -> Counter[str]:
             scored = scorer({name: [row.get(name) for row in rows] for name in PAIR})
             for place, row in enumerate(rows):
                 row |= {name: scored[name][place] for name in COLUMNS}
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+                text = json.dumps(row, ensure_ascii=False) + "\n"
+                # JSON can spell lone surrogates, which UTF-8 cannot.
+                file.write(text.encode(errors="replace"))
             errors = len(rows) - scored["error"].count(None)
             numbers.update(rows=len(rows), errors=errors)
     return numbers

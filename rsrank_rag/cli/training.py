@@ -10,7 +10,7 @@ from rich.table import Table
 from typer import Option
 
 from ..errors import InputError, TrainingError
-from ..language_model.options import LoadOptions
+from ..language_model.options import LoadOptions, ModelSource
 from .options import Revision, System, command, problems, screen
 
 if TYPE_CHECKING:
@@ -104,6 +104,7 @@ def tune(
     """
     from ..training.tune import Goal, tune
 
+    source = ModelSource(model, revision, load)
     if precision is not None and recall is not None:
         raise InputError("Give --precision or --recall, not both.")
     goal = Goal()
@@ -112,7 +113,7 @@ def tune(
     elif precision is not None:
         goal = Goal("precision", precision)
     with problems.status(f"Scoring {data} ..."):
-        tuned = tune(model, data, output, goal, revision=revision, load=load, force=force)
+        tuned = tune(source, data, output, goal, force=force)
     screen.print(tuned.summary, soft_wrap=True)
     show_verdict(tuned.verdict, ("so far", "tuned"), judged=tuned.is_judged)
     if tuned.problem and not force:

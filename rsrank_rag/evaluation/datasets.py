@@ -2,7 +2,7 @@
 
 import gzip
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,9 @@ class LabelledDocument(BaseModel, frozen=True):
     title: str | None = None
     relevant: StrictBool
 
-    def content(self, *, titles: bool = True) -> str:
+    def content(self) -> str:
         """What a reranker reads: the text, with the title on a line before it if there is one."""
-        return with_title(self.text, self.title if titles else None)
+        return with_title(self.text, self.title)
 
 
 class LabelledQuery(BaseModel, frozen=True):
@@ -43,15 +43,14 @@ def dataset_name(path: str | Path) -> str:
 
 
 def read_sets(paths: Iterable[str | Path]) -> dict[str, list[LabelledQuery]]:
-    """The queries of each file, by its name, or by its path if files share a name.
+    """The queries of each file, by its name, or by its path if an earlier file has the name.
 
     A file that is given twice is read once.
     """
-    files = list(dict.fromkeys(map(Path, paths)))
-    names = [dataset_name(path) for path in files]
-    sets = {}
-    for path, name in zip(files, names, strict=True):
-        if names.count(name) > 1:
+    sets: dict[str, list[LabelledQuery]] = {}
+    for path in dict.fromkeys(map(Path, paths)):
+        name = dataset_name(path)
+        if name in sets:
             name = str(path)
         sets[name] = read_labelled(path)
     return sets
@@ -61,36 +60,41 @@ def read_labelled(path: str | Path) -> list[LabelledQuery]:
     """Read ``.jsonl`` or ``.jsonl.gz``.
 
     Raises:
-        InputError: There is no such file, or it cannot be read; the message has the number of a
-            line that is wrong.
+        InputError: The file cannot be read; the message has the number of a line that is wrong.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise InputError(f"There is no data file {path}.")
-    opener: Callable[..., Any] = open
-    if path.suffix == ".gz":
-        opener = gzip.open
     queries = []
-    try:
-        # JSON may contain other line separators than this one.
-        with opener(path, "rt", encoding="utf-8", newline="\n") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    queries.append(_query(line, f"{path}, line {number}"))
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise InputError(f"{path} could not be read: {error}") from error
+    for place, line in read_lines(Path(path)):
+        try:
+            queries.append(LabelledQuery.model_validate_json(line))
+        except ValidationError as error:
+            first = error.errors()[0]
+            field = ".".join(map(str, first["loc"])) or "line"
+            raise InputError(
+                f"{place}: {field}: {first['msg']}. Each line must be "
+                '{"id", "query", "documents": [{"id", "text", "relevant": true|false, "title"?}]}.'
+            ) from None
     if not queries:
         raise InputError(f"{path} holds no queries.")
     return queries
 
 
-def _query(line: str, place: str) -> LabelledQuery:
+def read_lines(path: Path) -> Iterator[tuple[str, bytes]]:
+    """The lines of a file that are not blank, each with its place for messages.
+
+    Raises:
+        InputError: The file cannot be read.
+    """
     try:
-        return LabelledQuery.model_validate_json(line)
-    except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(map(str, first["loc"])) or "line"
-        raise InputError(
-            f"{place}: {field}: {first['msg']}. Each line must be "
-            '{"id", "query", "documents": [{"id", "text", "relevant": true|false, "title"?}]}.'
-        ) from None
+        with opener(path)(path, "rb") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield f"{path}, line {number}", line
+    except (OSError, EOFError, zlib.error) as error:
+        raise InputError(f"{path} could not be read: {error}") from error
+
+
+def opener(path: Path) -> Callable[..., Any]:
+    """What opens a file: `gzip.open` if its name ends in ``.gz``, else `open`."""
+    if path.suffix == ".gz":
+        return gzip.open
+    return open

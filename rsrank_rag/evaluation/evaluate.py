@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import InputError
+from ..errors import ScoringError
 from ..reranker import Reranker
 from .datasets import LabelledQuery
 from .metrics import (
@@ -24,27 +24,21 @@ from .unanswerable import auroc, best_scores, false_accepts
 TOLERATED_LOSS = 0.1
 
 
-def score_dataset(
-    reranker: Reranker, queries: Iterable[LabelledQuery], *, titles: bool = True
-) -> list[ScoredQuery]:
+def score_dataset(reranker: Reranker, queries: Iterable[LabelledQuery]) -> list[ScoredQuery]:
     """Score the documents of one query after another.
 
-    Args:
-        reranker: What scores.
-        queries: Labelled queries.
-        titles: Put a document's title, if it has one, in front of its text.
-
     Raises:
-        InputError: A score is not finite; the message names the query.
+        ScoringError: A score is not finite; the message names the query.
     """
     scored = []
     for query in queries:
-        texts = [document.content(titles=titles) for document in query.documents]
-        scores = reranker.score(query.query, texts)
+        texts = [document.content() for document in query.documents]
+        labels = [document.relevant for document in query.documents]
         try:
-            scored.append(ScoredQuery(scores, [document.relevant for document in query.documents]))
-        except InputError as error:
-            raise InputError(f"Query {query.id!r}: {error}") from None
+            scored.append(ScoredQuery(reranker.score(query.query, texts), labels))
+        except ScoringError as error:
+            error.query = repr(query.id)
+            raise
     return scored
 
 

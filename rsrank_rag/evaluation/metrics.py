@@ -13,12 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..errors import InputError, required
+from ..errors import InputError, finite, required
 from ..reranker import BLANK_SCORE
-from .statistics import Array, mean_present
-
-# Means that differ by less are equal.
-ROUNDING = 1e-9
+from .statistics import ROUNDING, Array, mean_present
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +23,8 @@ class ScoredQuery:
     """Scores and labels of one query's documents, in input order.
 
     Raises:
-        InputError: A score is not finite, or there are more or fewer scores than labels.
+        InputError: There are more or fewer scores than labels.
+        ScoringError: A score is not finite.
     """
 
     scores: Sequence[float]
@@ -38,11 +36,8 @@ class ScoredQuery:
                 "A query needs one score for each document, "
                 f"got {len(self.scores)} for {len(self.relevant)}."
             )
-        for number, score in enumerate(self.scores):
-            if not math.isfinite(score):
-                raise InputError(
-                    f"Document {number} scored {score}, which can be neither ranked nor measured."
-                )
+        for place, score in enumerate(self.scores):
+            finite(score, place)
 
 
 def best_first(scores: Sequence[float]) -> list[int]:
@@ -165,11 +160,6 @@ def _measures(kept: Array, hits: Array, relevant: Array, documents: Array) -> di
         }
 
 
-def f1_at(query: ScoredQuery, threshold: float) -> float:
-    """F1 of the documents that score above the threshold."""
-    return float(selection_measures([query], Rule(threshold))["f1"][0])
-
-
 class RuleResult(NamedTuple):
     """What a rule does to several queries."""
 
@@ -246,6 +236,24 @@ class ThresholdSweep:
         with np.errstate(invalid="ignore"):
             return thresholds, value / count
 
+    def reaching(
+        self, value: float = math.inf, weights: Array | None = None, *, lowest: bool = False
+    ) -> tuple[float, float]:
+        """A threshold whose mean reaches a value or, without one, has the highest mean; its mean.
+
+        Of several thresholds it is the highest, or the ``lowest``. NaN, NaN if the measure means
+        nothing for the queries.
+        """
+        thresholds, means = self.means(weights)
+        wanted = min(np.fmax.reduce(means), value)
+        places = np.flatnonzero(means >= wanted - ROUNDING)
+        if not len(places):
+            return math.nan, math.nan
+        place = places[0]
+        if lowest:
+            place = places[-1]
+        return float(thresholds[place]), float(means[place])
+
 
 def best_threshold(
     queries: Sequence[ScoredQuery], weights: Array | None = None
@@ -262,9 +270,7 @@ def best_threshold(
     >>> best_threshold([first, ScoredQuery([2.0, 0.0], [True, False])])
     (1.5, 1.0)
     """
-    thresholds, means = ThresholdSweep(queries, "f1").means(weights)
-    best = int(np.argmax(means >= means.max() - ROUNDING))
-    return float(thresholds[best]), float(means[best])
+    return ThresholdSweep(queries, "f1").reaching(weights=weights)
 
 
 def ranking_measures(queries: Sequence[ScoredQuery]) -> dict[str, Array]:

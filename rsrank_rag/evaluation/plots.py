@@ -7,8 +7,8 @@ colours are those of Okabe and Ito, which colour-blind readers tell apart.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,15 +35,21 @@ BINS = 30
 STYLE = Path(__file__).with_suffix(".mplstyle")
 
 
-def load_matplotlib() -> Any:
-    """The library; MissingDependencyError if it is not installed."""
-    return required("matplotlib", "Figures need matplotlib.", "plots")
+def style() -> AbstractContextManager[None]:
+    """Around drawing and writing: the settings of our figures.
+
+    Raises:
+        MissingDependencyError: matplotlib is not installed.
+    """
+    matplotlib = required("matplotlib", "Figures need matplotlib.", "plots")
+    context: AbstractContextManager[None] = matplotlib.rc_context(fname=STYLE)
+    return context
 
 
 def png(figure: Figure) -> bytes:
     """A figure as a PNG file. Equal figures give equal bytes."""
     file = BytesIO()
-    with load_matplotlib().rc_context(fname=STYLE):
+    with style():
         figure.savefig(file)
     return file.getvalue()
 
@@ -59,13 +65,15 @@ def score_histograms(
     """
     scores = [score for pair in panels.values() for scores in pair for score in scores]
     edges = np.histogram_bin_edges([*scores, threshold], BINS)
-    with panel_grid(panels, 2.2) as (figure, grid):
+    with style():
+        figure, grid = panel_grid(panels, 2.2)
         for axes, (name, (relevant, irrelevant)) in zip(grid, panels.items(), strict=True):
             _draw_histogram(axes, irrelevant, edges, "irrelevant", BLUE, "-")
             _draw_histogram(axes, relevant, edges, "relevant", VERMILION, "--")
             axes.axvline(threshold, color=BLACK, linestyle=":", linewidth=1.4, label="threshold")
             axes.set_title(name)
-        return labelled(figure, "score", "share of the class")
+        name_axes(figure, "score", "share of the class")
+    return figure
 
 
 def _draw_histogram(
@@ -84,31 +92,25 @@ def _draw_histogram(
     )
 
 
-@contextmanager
-def panel_grid(names: Collection[str], height: float) -> Iterator[tuple[Figure, list[Axes]]]:
-    """A figure of small panels in rows, one for each name."""
+def panel_grid(names: Collection[str], height: float) -> tuple[Figure, list[Axes]]:
+    """A figure with a small panel for each name, in rows of this height (inches).
+
+    The figure belongs to no window and no global state.
+    """
+    from matplotlib.figure import Figure
+
     columns = min(len(names), COLUMNS)
     rows = math.ceil(len(names) / columns)
     width = 9.0
     if columns == 1:
         width = 5.5
-    with canvas(width, height * rows + 0.9) as figure:
-        yield figure, [figure.add_subplot(rows, columns, n + 1) for n in range(len(names))]
+    figure = Figure(figsize=(width, height * rows + 0.9), layout="constrained")
+    return figure, [figure.add_subplot(rows, columns, n + 1) for n in range(len(names))]
 
 
-def labelled(figure: Figure, x_label: str, y_label: str) -> Figure:
+def name_axes(figure: Figure, x_label: str, y_label: str) -> None:
     """Name the axes, and put one legend below all panels, which show the same things."""
     figure.supxlabel(x_label, size="medium")
     figure.supylabel(y_label, size="medium")
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 4))
-    return figure
-
-
-@contextmanager
-def canvas(width: float, height: float) -> Iterator[Figure]:
-    """An empty figure (inches) in our style. It belongs to no window and no global state."""
-    with load_matplotlib().rc_context(fname=STYLE):
-        from matplotlib.figure import Figure
-
-        yield Figure(figsize=(width, height), layout="constrained")

@@ -13,9 +13,8 @@ from ..reranker import BLANK_SCORE
 from . import plots
 from .comparison import METRICS, Comparison, Measured, QueryResult, compare
 from .datasets import LabelledQuery
-from .evaluate import recommend
-from .metrics import apply_rule, best_first, plain, ranking_measures, rules
-from .unanswerable import auroc, best_scores, false_accepts
+from .evaluate import recommend, summarise
+from .metrics import apply_rule, best_first, plain, rules
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -31,8 +30,7 @@ def check_report(folder: str | Path) -> None:
         InputError: The folder cannot be made.
         MissingDependencyError: A library that the report needs is not installed.
     """
-    ranking_measures([])
-    plots.load_matplotlib()
+    plots.style()
     template(__package__, "report.html")
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -89,37 +87,20 @@ def page(
         figures[caption] = base64.b64encode(png).decode()
     text: str = template(__package__, "report.html").render(
         comparison=comparison,
+        systems=systems,
         metrics=METRICS,
         sets=sets,
         figures=figures,
         text_length=TEXT_LENGTH,
-        rule_tables=rule_tables(systems),
-        worst_queries=worst_queries,
+        apply_rule=apply_rule,
         best_first=best_first,
         plain=plain,
+        recommend=recommend,
+        rules=rules,
+        summarise=summarise,
+        worst_queries=worst_queries,
     )
     return text
-
-
-def rule_tables(systems: Sequence[Measured]) -> list[dict[str, Any]]:
-    """For each system and set: what the threshold and its alternatives keep, and a sentence."""
-    tables = []
-    for system in systems:
-        alternatives = rules(system.threshold).values()
-        for name, scored in system.scored.items():
-            best = best_scores(scored)
-            tables.append(
-                {
-                    "system": system.name,
-                    "set": name,
-                    "rows": [(str(rule), apply_rule(scored, rule)) for rule in alternatives],
-                    "answerable": len(best[0]),
-                    "advice": recommend(scored, threshold=system.threshold),
-                    "auroc": auroc(*best),
-                    "false_accepts": false_accepts(*best),
-                }
-            )
-    return tables
 
 
 def worst_queries(queries: Sequence[QueryResult], count: int = WORST) -> list[int]:

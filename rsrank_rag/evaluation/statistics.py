@@ -10,6 +10,7 @@ Array = NDArray[np.float64]
 
 LEVEL = 0.95  # confidence level of the intervals
 RESAMPLES = 2000  # bootstrap samples
+ROUNDING = 1e-9  # means that differ by less are equal
 
 
 class Record(BaseModel):
@@ -35,8 +36,8 @@ class Estimate(Record):
         return f"{self.mean:.3f} ({self.low:.3f} to {self.high:.3f})"
 
     def is_below(self, value: float) -> bool:
-        """Whether all of the interval is below a value."""
-        return self.high is not None and self.high < value
+        """Whether all of the interval is below a value, by more than rounding."""
+        return self.high is not None and self.high < value - ROUNDING
 
 
 def estimate_mean(*samples: ArrayLike, resamples: int = RESAMPLES, seed: int = 0) -> Estimate:

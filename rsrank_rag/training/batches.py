@@ -32,15 +32,14 @@ class Batch:
     queries: Sequence[QueryFeatures]
     # (L, H, R, D).
     shifts: Tensor
-    # (Q, N) labels, padded with False.
+    # (Q, N): which entries are relevant documents, and which irrelevant ones.
     relevant: Tensor
-    # (Q, N): which entries are documents.
-    valid: Tensor
+    irrelevant: Tensor
     # (Q, N, 2): cosine and MaxSim, 0 where there are none.
     similarities: Tensor
 
 
-def make_batch(queries: Sequence[QueryFeatures], device: torch.device) -> Batch:
+def make_batch(queries: Sequence[QueryFeatures], device: torch.device | str) -> Batch:
     """Join queries."""
     labels = []
     similarities = []
@@ -53,12 +52,14 @@ def make_batch(queries: Sequence[QueryFeatures], device: torch.device) -> Batch:
         queries,
         torch.cat([query.shifts for query in queries], dim=2).to(device),
         pad_sequence(labels, batch_first=True).to(device),
-        pad_sequence(list(map(torch.ones_like, labels)), batch_first=True).to(device),
+        pad_sequence([~relevant for relevant in labels], batch_first=True).to(device),
         pad_sequence(similarities, batch_first=True).to(device),
     )
 
 
-def batches(features: Sequence[QueryFeatures], size: int, device: torch.device) -> Iterator[Batch]:
+def batches(
+    features: Sequence[QueryFeatures], size: int, device: torch.device | str
+) -> Iterator[Batch]:
     """Batches in order; a thread makes the next one while one is trained on."""
     with ThreadPoolExecutor(1) as thread:
         following = thread.submit(make_batch, features[:size], device)
@@ -110,7 +111,7 @@ def scored(
     features: Sequence[QueryFeatures],
     weights: NamedWeights,
     *,
-    device: str | torch.device | None = None,
+    device: torch.device | str = "cpu",
     precision: torch.dtype = torch.float32,
 ) -> list[ScoredQuery]:
     """Scores of stored features, without the language model.
@@ -118,16 +119,15 @@ def scored(
     Args:
         features: Of Q queries.
         weights: As in `batch_scores`.
-        device: None for CUDA if present, else the CPU.
+        device: Where to compute.
         precision: Of the matrix product.
 
     Returns:
         For each query, its documents' scores and labels.
     """
-    where = device_for(device)
-    moved = {name: weight.to(where) for name, weight in weights.items()}
+    moved = {name: weight.to(device) for name, weight in weights.items()}
     queries = []
-    for batch in batches(features, BATCH_QUERIES, where):
+    for batch in batches(features, BATCH_QUERIES, device):
         scores, _ = batch_scores(moved, batch, precision)
         for query, row in zip(batch.queries, scores.tolist(), strict=True):
             queries.append(ScoredQuery(row[: len(query.relevant)], query.relevant))
@@ -145,7 +145,7 @@ def check_labels(features: Sequence[QueryFeatures]) -> None:
         )
 
 
-def device_for(device: str | torch.device | None) -> torch.device:
+def device_for(device: str | None) -> torch.device:
     """The device to train on; None stands for CUDA if there is a GPU, else for the CPU."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -156,14 +156,10 @@ def split(count: int, validation: float, seed: int = 0) -> tuple[list[int], list
     """Numbers of training and validation queries, at random; at least one each.
 
     Args:
-        count: Of all queries.
+        count: Of all queries, at least two.
         validation: Number of validation queries, or below 1 their share.
         seed: Of the draw.
-
-    Raises:
-        TrainingError: There are fewer than two queries.
     """
-    _check_count(count)
     order = list(range(count))
     random.Random(f"split-{seed}").shuffle(order)
     if validation < 1:
@@ -173,15 +169,15 @@ def split(count: int, validation: float, seed: int = 0) -> tuple[list[int], list
 
 
 def folds(count: int, parts: int) -> list[list[int]]:
-    """Numbers of the queries that are left out, one list for each fold; TrainingError below two."""
-    _check_count(count)
-    order = list(range(count))
-    random.Random("folds-0").shuffle(order)
-    return [sorted(order[start::parts]) for start in range(min(parts, count))]
+    """Numbers of the queries that are left out, one list for each fold.
 
-
-def _check_count(count: int) -> None:
+    Raises:
+        TrainingError: There are fewer than two queries.
+    """
     if count < 2:
         raise TrainingError(
             f"{count} labelled queries cannot be learned from and measured on. Label more."
         )
+    order = list(range(count))
+    random.Random("folds-0").shuffle(order)
+    return [sorted(order[start::parts]) for start in range(min(parts, count))]

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..errors import InputError, ScoringError, TrainingError
+from ..errors import TrainingError, too_large
 from ..evaluation.datasets import LabelledQuery
 from ..method.batches import Batches, DoesNotFitError, Ids, token_budget_for
 from ..method.scoring import Row, ShiftReader
@@ -50,43 +50,29 @@ def stored_tokens(length: int, most: int | None) -> list[int]:
     return [int(length / most * (i + 0.5)) for i in range(most)]
 
 
-def check_texts(query: LabelledQuery) -> None:
-    """Raise InputError for a query without a document that has text."""
-    if not any(document.content().strip() for document in query.documents):
-        raise InputError(f"Query {query.id!r} has no document with text. Remove it from the data.")
-
-
 class FeatureExtractor:
     """Turns labelled queries into features.
 
     Args:
         reader: Reads shifts of the language model.
         options: What is read.
-        token_budget: Padded tokens of a batch; None for what suits the device. It shrinks where
-            memory runs out.
     """
 
-    def __init__(
-        self,
-        reader: ShiftReader,
-        options: FeaturePart | None = None,
-        *,
-        token_budget: int | None = None,
-    ) -> None:
+    def __init__(self, reader: ShiftReader, options: FeaturePart) -> None:
         self.reader = reader
-        self.options = options or FeaturePart()
-        self.token_budget = token_budget or token_budget_for(reader.backbone.device)
+        self.options = options
+        # Padded tokens of a batch. It shrinks where memory runs out.
+        self.token_budget = token_budget_for(reader.backbone.device)
 
     @torch.inference_mode()
     def extract(self, query: LabelledQuery) -> QueryFeatures:
-        """Features of one query.
+        """Features of one query, of which a document has text.
 
         Raises:
-            InputError: The query is empty or too long, or none of its documents has text.
+            InputError: The query is empty or too long.
             ScoringError: A document does not fit into memory.
             TrainingError: A shift is not finite in the dtype of the store.
         """
-        check_texts(query)
         prompts = self.reader.prompts
         tokenised = prompts.query(query.query)
         documents = self._documents(query, len(tokenised.ids))
@@ -116,12 +102,9 @@ class FeatureExtractor:
                 with batches.attempt():
                     read(batch)
         except DoesNotFitError as error:
-            raise ScoringError(
-                f"({len(error.ids)} tokens) does not fit into memory even by itself. Set a smaller "
-                "model.max_length, or load the model in 8-bit or on another device.",
-                documents.index(error.ids.document),
-                query=repr(query.id),
-            ) from None
+            failure = too_large(len(error.ids), documents.index(error.ids.document))
+            failure.query = repr(query.id)
+            raise failure from None
         # Memory would run out again with every query.
         self.token_budget = batches.budget
         shift, _ = next(iter(by_document.values()))
@@ -133,9 +116,7 @@ class FeatureExtractor:
                 f"Query {query.id!r} has shifts that are not finite in {self.options.dtype}. Set "
                 "features.dtype=bfloat16, or load the model in bfloat16 or float32."
             )
-        similarities = []
-        if self.reader.backbone.fusion_layer:
-            similarities = [pair for _, pair in features[: len(labels)]]
+        similarities = [pair for _, pair in features[: len(labels)]]
         return QueryFeatures(
             shifts,
             labels,
@@ -150,7 +131,7 @@ class FeatureExtractor:
         texts: list[str] = []
         relevant: list[str] = []
         for document in query.documents:
-            texts.append(document.content(titles=self.options.titles))
+            texts.append(document.content())
             if document.relevant:
                 relevant.append(texts[-1])
         documents = [prompt.ids for prompt in prompts.documents(texts, query_length)]

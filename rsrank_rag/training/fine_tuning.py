@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, PositiveInt
 from torch import Tensor
 from torch.nn.functional import softplus
 
@@ -27,7 +27,6 @@ from .batches import (
     batch_scores,
     batches,
     check_labels,
-    device_for,
     folds,
     scored,
 )
@@ -42,16 +41,14 @@ MOVES = {"weight": 0.3, "head_weight": 0.3, "agreement": 1.0}
 class FineTuningOptions(BaseModel, extra="forbid", frozen=True):
     """How an artifact's weights are fine-tuned."""
 
-    penalties: tuple[float, ...] = Field(
-        default=(10.0, 3.0, 1.0), min_length=1, description="Tried beside the weights as they are."
-    )
-    folds: int = Field(
-        default=5, ge=2, description="Parts that are left out of training, one after another."
-    )
-    projection_from: int = Field(
-        default=300, description="B moves from so many queries on, if there is more to move."
-    )
-    iterations: int = Field(default=40, gt=0, description="Of L-BFGS, at most.")
+    penalties: tuple[float, ...] = Field(default=(10.0, 3.0, 1.0), min_length=1)
+    """Tried beside the weights as they are."""
+    folds: int = Field(default=5, ge=2)
+    """Parts that are left out of training, one after another."""
+    projection_from: int = 300
+    """B moves from so many queries on, if there is more to move."""
+    iterations: PositiveInt = 40
+    """Of L-BFGS, at most."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +71,7 @@ def fine_tune(
     base: Projection,
     options: FineTuningOptions,
     *,
-    device: str | torch.device | None = None,
+    device: torch.device | str = "cpu",
     watch: Callable[[list[list[int]]], Iterable[list[int]]] = iter,
 ) -> FineTuned:
     """Fine-tune an artifact's weights, and score each query with weights that have not seen it.
@@ -85,14 +82,14 @@ def fine_tune(
         features: Of the labelled queries.
         base: The artifact's weights.
         options: How to train.
-        device: None for CUDA if present, else the CPU.
+        device: Where to train.
         watch: Wraps the folds, as a progress bar does.
 
     Raises:
         TrainingError: There are fewer than two queries, or labels of one class only.
     """
     check_labels(features)
-    tuner = _Tuner(features, base, options, device_for(device))
+    tuner = _Tuner(features, base, options, device)
     penalties = (math.inf, *options.penalties)
     everything = range(len(features))
     parts = folds(len(features), options.folds)
@@ -100,8 +97,11 @@ def fine_tune(
     held_out: list[list[list[ScoredQuery]]] = []
     for numbers in watch(parts):
         rest = sorted({*everything} - {*numbers})
-        path = tuner.path(rest, penalties)
-        held_out.append([tuner.scored(projection, numbers) for projection in path])
+        left_out = tuner.features_of(numbers)
+        fold = []
+        for weights in tuner.path(rest, penalties):
+            fold.append(scored(left_out, weights, device=device))
+        held_out.append(fold)
     values = [torch.stack(list(map(_values, fold))) for fold in held_out]
     before: list[ScoredQuery] = []
     after: list[ScoredQuery] = []
@@ -111,7 +111,9 @@ def fine_tune(
         after += fold[_best(torch.cat(others, 1))]
     together = torch.cat(values, 1)
     best = _best(together)
-    *_, projection = tuner.path(everything, penalties[: best + 1])
+    *_, weights = tuner.path(everything, penalties[: best + 1])
+    projection = copy.deepcopy(base)
+    projection.load_state_dict({**base.state_dict(), **weights})
     means = dict(zip(penalties, together.mean(1).tolist(), strict=True))
     return FineTuned(projection, penalties[best], means, before, after)
 
@@ -133,21 +135,19 @@ def _best(values: Tensor) -> int:
     return best
 
 
-def fine_tuning_loss(scores: Tensor, relevant: Tensor, valid: Tensor) -> Tensor:
+def fine_tuning_loss(scores: Tensor, relevant: Tensor, irrelevant: Tensor) -> Tensor:
     """Loss of each query, (Q,), of three (Q, N): one part for the order, one for the zero.
 
     Order: each relevant document against the irrelevant ones and one of score 0 (softmax). Zero:
     twice the documents' mean logistic loss by their signs, in which a relevant one counts double,
     because F1 is best where a document is kept that is relevant with somewhat less than even odds.
     """
-    positive = relevant & valid
-    negative = ~relevant & valid
     zero_document = scores.new_zeros(len(scores), 1)
-    rivals = torch.cat([scores.masked_fill(~negative, -torch.inf), zero_document], 1)
-    order = softplus(rivals.logsumexp(1, keepdim=True) - scores).masked_fill(~positive, 0.0)
-    weight = positive * 2.0 + negative
+    rivals = torch.cat([scores.masked_fill(~irrelevant, -torch.inf), zero_document], 1)
+    order = softplus(rivals.logsumexp(1, keepdim=True) - scores).masked_fill(~relevant, 0.0)
+    weight = relevant * 2.0 + irrelevant
     zero = softplus(torch.where(relevant, -scores, scores)) * weight
-    order = order.sum(1) / positive.sum(1).clamp_min(1)
+    order = order.sum(1) / relevant.sum(1).clamp_min(1)
     return order + 2 * zero.sum(1) / weight.sum(1).clamp_min(1)
 
 
@@ -166,9 +166,8 @@ class _Tuner:
         features: Sequence[QueryFeatures],
         base: Projection,
         options: FineTuningOptions,
-        device: torch.device,
+        device: torch.device | str,
     ) -> None:
-        self.base = base
         self.options = options
         self.device = device
         weights = {name: weight.detach().to(device) for name, weight in base.named_parameters()}
@@ -179,7 +178,9 @@ class _Tuner:
         self.weights = weights
         self.units = self._units()
 
-    def path(self, numbers: Sequence[int], penalties: Sequence[float]) -> Iterator[Projection]:
+    def path(
+        self, numbers: Sequence[int], penalties: Sequence[float]
+    ) -> Iterator[dict[str, Tensor]]:
         """The weights that queries lead to with each penalty, from the greatest to the smallest."""
         change = {}
         for name, weight in self.weights.items():
@@ -187,15 +188,11 @@ class _Tuner:
         for penalty in penalties:
             if math.isfinite(penalty):
                 self._minimise(change, numbers, penalty)
-            projection = copy.deepcopy(self.base)
-            projection.load_state_dict({**projection.state_dict(), **self._moved(change)})
-            yield projection
+            yield self._moved(change)
 
-    def scored(self, projection: Projection, numbers: Sequence[int]) -> list[ScoredQuery]:
-        """Scores of queries."""
-        parameters = dict(projection.named_parameters())
-        weights = {name: parameters[name] for name in self.weights}
-        return scored(self._subset(numbers), weights, device=self.device)
+    def features_of(self, numbers: Sequence[int]) -> list[QueryFeatures]:
+        """Features of some queries."""
+        return [self.features[number] for number in numbers]
 
     def _units(self) -> dict[str, Tensor]:
         """How far to move a tensor for its `MOVES`: divided by the root mean square gradient.
@@ -208,20 +205,21 @@ class _Tuner:
         squares = dict.fromkeys(free, torch.zeros((), device=self.device))
         count = 0
         for batch in batches(self.features, BATCH_QUERIES, self.device):
-            signs = torch.randint(0, 2, batch.valid.shape, generator=generator) * 2 - 1
+            valid = batch.relevant | batch.irrelevant
+            signs = torch.randint(0, 2, valid.shape, generator=generator) * 2 - 1
             scores, _ = batch_scores(free, batch)
-            total = (scores * signs.to(self.device) * batch.valid).sum()
+            total = (scores * signs.to(self.device) * valid).sum()
             gradients = torch.autograd.grad(total, list(free.values()))
             for name, gradient in zip(free, gradients, strict=True):
                 squares[name] = squares[name] + gradient.square().sum()
-            count += int(batch.valid.sum())
+            count += int(valid.sum())
         units = {}
         for name, square in squares.items():
             units[name] = MOVES[name] * (count / square.clamp_min(1e-12)).sqrt()
         return units
 
     def _minimise(self, change: dict[str, Tensor], numbers: Sequence[int], penalty: float) -> None:
-        features = self._subset(numbers)
+        features = self.features_of(numbers)
         optimizer = torch.optim.LBFGS(
             list(change.values()),
             max_iter=self.options.iterations,
@@ -237,7 +235,7 @@ class _Tuner:
             total.backward()  # type: ignore[no-untyped-call]
             for batch in batches(features, BATCH_QUERIES, self.device):
                 scores, _ = batch_scores(self._moved(change), batch)
-                loss = fine_tuning_loss(scores, batch.relevant, batch.valid).sum()
+                loss = fine_tuning_loss(scores, batch.relevant, batch.irrelevant).sum()
                 loss.backward()  # type: ignore[no-untyped-call]
                 total = total.detach() + loss.detach()
             return total
@@ -249,6 +247,3 @@ class _Tuner:
         for name, weight in self.weights.items():
             moved[name] = weight + self.units[name] * change[name]
         return moved
-
-    def _subset(self, numbers: Sequence[int]) -> list[QueryFeatures]:
-        return [self.features[number] for number in numbers]

@@ -6,13 +6,13 @@ Axes: L layers, H heads, P projection dimension, D head dimension.
 import json
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
 import torch
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
@@ -21,7 +21,7 @@ from ..evaluation.metrics import Rule, selection_measures
 from ..language_model.options import has_fast_bfloat16
 from ..method.projection import Projection
 from ..partial_files import write_text
-from .batches import Batch, batch_scores, batches, check_labels, device_for, scored
+from .batches import Batch, batch_scores, batches, check_labels, scored
 from .losses import (
     alignment_loss,
     calibration_loss,
@@ -38,28 +38,26 @@ TERMS = ("calibration", "margin", "orthogonality", "alignment", "frobenius")
 class FitOptions(BaseModel, extra="forbid", frozen=True):
     """How B is trained; the defaults are the paper's (Appendix B.4). Weight 0 removes a term."""
 
-    projection_dim: int = Field(default=64, gt=0, description="P.")
-    margin: float = Field(default=0.5, description="m.")
-    calibration_weight: float = Field(default=0.8, ge=0)
-    margin_weight: float = Field(default=1.0, ge=0)
-    orthogonality_weight: float = Field(default=0.05, ge=0)
-    alignment_weight: float = Field(default=0.5, ge=0)
-    frobenius_weight: float = Field(default=0.1, ge=0)
-    learning_rate: float = Field(default=0.05, gt=0)
-    final_learning_rate: float = Field(
-        default=0.001, gt=0, description="At the end of the cosine schedule."
-    )
-    weight_decay: float = Field(default=1e-3, ge=0)
-    epochs: int = Field(default=120, gt=0)
-    patience: int = Field(
-        default=35, gt=0, description="Epochs without a better validation F1 before the end."
-    )
-    batch_queries: int = Field(
-        default=16, gt=0, description="Queries a step. The paper does not say."
-    )
-    keep: Literal["best", "last"] = Field(
-        default="best", description="Which epoch's B is the result."
-    )
+    projection_dim: PositiveInt = 64
+    """P."""
+    margin: float = 0.5
+    """m."""
+    calibration_weight: NonNegativeFloat = 0.8
+    margin_weight: NonNegativeFloat = 1.0
+    orthogonality_weight: NonNegativeFloat = 0.05
+    alignment_weight: NonNegativeFloat = 0.5
+    frobenius_weight: NonNegativeFloat = 0.1
+    learning_rate: PositiveFloat = 0.05
+    final_learning_rate: PositiveFloat = 0.001
+    """At the end of the cosine schedule."""
+    weight_decay: NonNegativeFloat = 1e-3
+    epochs: PositiveInt = 120
+    patience: PositiveInt = 35
+    """Epochs without a better validation F1 before the end."""
+    batch_queries: PositiveInt = 16
+    """Queries a step. The paper does not say."""
+    keep: Literal["best", "last"] = "best"
+    """Which epoch's B is the result."""
     seed: int = 0
 
 
@@ -91,52 +89,43 @@ def fit(
     train: Sequence[QueryFeatures],
     validation: Sequence[QueryFeatures],
     layers: Sequence[int],
-    options: FitOptions | None = None,
+    options: FitOptions,
     *,
     output: Path | None = None,
-    device: str | torch.device | None = None,
-    on_epoch: Callable[[Epoch], object] = lambda epoch: None,
+    device: torch.device | str = "cpu",
+    watch: Callable[[range], Iterable[int]] = iter,
 ) -> Fitted:
     """Train B, and take the epoch with the best F1 at zero on the validation queries.
 
     Args:
-        train: Features to learn from; they may be larger than memory.
-        validation: Features that choose the epoch.
+        train: Features to learn from, at least one query; they may be larger than memory.
+        validation: Features that choose the epoch, at least one query.
         layers: The L layers that the features are of.
         options: How to train.
         output: Folder for ``log.jsonl``, one epoch a line.
-        device: None for CUDA if present, else the CPU.
-        on_epoch: Called after each epoch.
+        device: Where to train.
+        watch: Wraps the numbers of the epochs, as a progress bar does.
 
     Raises:
-        TrainingError: There are no queries, or labels of one class only.
+        TrainingError: Labels are of one class only, or the loss is not finite.
     """
-    if not train or not validation:
-        raise TrainingError(
-            "B needs queries to learn from and others to choose the epoch by; got "
-            f"{len(train)} and {len(validation)}."
-        )
     check_labels(train)
-    options = options or FitOptions()
-    where = device_for(device)
-    count, heads, _, width = train[0].shifts.shape
-    if count != len(layers):
-        raise TrainingError(f"The features hold {count} layers, but {len(layers)} were named.")
+    _, heads, _, width = train[0].shifts.shape
     first = Projection.random(layers, heads, options.projection_dim, width, seed=options.seed)
-    weight = first.weight.detach().to(where).requires_grad_()
+    weight = first.weight.detach().to(device).requires_grad_()
     optimizer = torch.optim.AdamW(
         [weight], lr=options.learning_rate, weight_decay=options.weight_decay
     )
     steps = options.epochs * math.ceil(len(train) / options.batch_queries)
     schedule = CosineAnnealingLR(optimizer, steps, options.final_learning_rate)
     # Of the projection's product.
-    precision = torch.bfloat16 if has_fast_bfloat16(where) else torch.float32
+    precision = torch.bfloat16 if has_fast_bfloat16(weight.device) else torch.float32
     history: list[Epoch] = []
-    for number in range(1, options.epochs + 1):
+    for number in watch(range(1, options.epochs + 1)):
         order = list(train)
         random.Random(f"{options.seed}-{number}").shuffle(order)
         losses = []
-        for batch in batches(order, options.batch_queries, where):
+        for batch in batches(order, options.batch_queries, device):
             rate = schedule.get_last_lr()[0]
             loss, terms = objective(weight, batch, options, precision)
             optimizer.zero_grad()
@@ -149,12 +138,11 @@ def fit(
             raise TrainingError(
                 f"The loss is not finite in epoch {number}. Set a smaller fit.learning_rate."
             )
-        rows = scored(validation, {"weight": weight.detach()}, device=where, precision=precision)
+        rows = scored(validation, {"weight": weight.detach()}, device=device, precision=precision)
         f1 = float(selection_measures(rows, Rule(0.0))["f1"].mean())
         values = dict(zip(("loss", *TERMS), means.tolist(), strict=True))
         epoch = Epoch(number, **values, learning_rate=float(rate), validation_f1=f1)
         history.append(epoch)
-        on_epoch(epoch)
         if output is not None:
             log = [json.dumps(asdict(epoch)) + "\n" for epoch in history]
             write_text(output / "log.jsonl", "".join(log))
@@ -178,8 +166,8 @@ def objective(
         alignment = alignment_loss(oracles)
     terms = torch.stack(
         [
-            calibration_loss(scores, batch.relevant, batch.valid),
-            margin_loss(scores, batch.relevant, options.margin, batch.valid),
+            calibration_loss(scores, batch.relevant, batch.irrelevant),
+            margin_loss(scores, batch.relevant, batch.irrelevant, options.margin),
             orthogonality_loss(weight),
             alignment,
             frobenius_loss(weight),

@@ -1,41 +1,40 @@
 """The paper's training objective (Section 4.3.2): pure functions of scores, B or cosines.
 
 Axes: Q queries, N documents of one query, L layers, H KV heads, P projection dimension, D head
-dimension. Scores and labels are those of one query, (N,), or of a batch of queries padded to a
-common N, (Q, N), whose terms are averaged; ``valid`` are the entries that are documents, None for
-all. A term over an empty class is 0, so that a query with documents of one class still counts.
+dimension. Scores are those of one query, (N,), or of a batch of queries padded to a common N,
+(Q, N), whose terms are averaged; the masks of the same shape say which entries are relevant and
+which irrelevant documents. A term over an empty class is 0, so that a query with documents of one
+class still counts.
 """
 
 import torch
 from torch import Tensor
 
 
-def calibration_loss(scores: Tensor, relevant: Tensor, valid: Tensor | None = None) -> Tensor:
+def calibration_loss(scores: Tensor, relevant: Tensor, irrelevant: Tensor) -> Tensor:
     """Relevant documents above zero, irrelevant ones below (L_cal).
 
-    >>> calibration_loss(torch.tensor([-1.0, 3.0, 2.0]), torch.tensor([True, True, False]))
+    >>> relevant = torch.tensor([True, True, False])
+    >>> calibration_loss(torch.tensor([-1.0, 3.0, 2.0]), relevant, ~relevant)
     tensor(2.5000)
     """
-    positive, negative = _classes(relevant, valid)
-    return (_mean((-scores).relu(), positive) + _mean(scores.relu(), negative)).mean()
+    return (_mean((-scores).relu(), relevant) + _mean(scores.relu(), irrelevant)).mean()
 
 
 def margin_loss(
-    scores: Tensor, relevant: Tensor, margin: float = 0.5, valid: Tensor | None = None
+    scores: Tensor, relevant: Tensor, irrelevant: Tensor, margin: float = 0.5
 ) -> Tensor:
     """Both classes beyond the margin, and the worst relevant above the best irrelevant (L_margin).
 
-    >>> margin_loss(torch.tensor([1.0, 0.0]), torch.tensor([True, False]))
+    >>> relevant = torch.tensor([True, False])
+    >>> margin_loss(torch.tensor([1.0, 0.0]), relevant, ~relevant)
     tensor(0.5000)
     """
-    positive, negative = _classes(relevant, valid)
-    loss = _mean((margin - scores).relu(), positive) + _mean((scores + margin).relu(), negative)
-    if scores.shape[-1]:
-        # Without a document of one class this is margin - infinity, which the ReLU makes 0.
-        worst = scores.masked_fill(~positive, torch.inf).amin(-1)
-        best = scores.masked_fill(~negative, -torch.inf).amax(-1)
-        loss = loss + (margin - (worst - best)).relu()
-    return loss.mean()
+    loss = _mean((margin - scores).relu(), relevant) + _mean((scores + margin).relu(), irrelevant)
+    # Without a document of one class this is margin - infinity, which the ReLU makes 0.
+    worst = scores.masked_fill(~relevant, torch.inf).amin(-1)
+    best = scores.masked_fill(~irrelevant, -torch.inf).amax(-1)
+    return (loss + (margin - (worst - best)).relu()).mean()
 
 
 def orthogonality_loss(weight: Tensor) -> Tensor:
@@ -67,12 +66,6 @@ def frobenius_loss(weight: Tensor) -> Tensor:
     """
     excess: Tensor = torch.linalg.vector_norm(weight) - 0.5 * weight.numel() ** 0.5
     return excess.relu()
-
-
-def _classes(relevant: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
-    if valid is None:
-        return relevant, ~relevant
-    return relevant & valid, ~relevant & valid
 
 
 def _mean(values: Tensor, members: Tensor) -> Tensor:

@@ -1,23 +1,16 @@
 """A recipe: everything that decides which artifact comes out, as validated settings in TOML."""
 
 import json
-import random
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BaseModel, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
 from typing_extensions import Self
 
-from ..errors import BackboneError, InputError, nearest
+from ..errors import InputError, nearest
 from ..evaluation.datasets import LabelledQuery, dataset_name, read_labelled
 from ..language_model.options import LoadSettings
 from ..method.template import Template
@@ -33,50 +26,34 @@ Model = TypeVar("Model", bound=BaseModel)
 SHIPPED = Path(__file__).parent / "recipes"
 
 
-class ModelPart(LoadSettings):
+class ModelPart(LoadSettings, extra="forbid"):
     """The language model, and how to load it."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    name: str = Field(default="", description="Folder or Hub id; not with a base.")
+    name: str = ""
+    """Folder or Hub id; not with a base."""
     revision: str | None = None
-    max_length: int | None = Field(default=None, gt=0)
+    max_length: PositiveInt | None = None
 
 
 class DataPart(BaseModel, extra="forbid", frozen=True):
     """Labelled queries in a JSON-lines file."""
 
     file: str
-    label: str | None = None
-    queries: int | None = Field(default=None, gt=0, description="At most so many, at random.")
 
     @property
     def title(self) -> str:
         """What the set is called."""
-        return self.label or dataset_name(self.file)
-
-    def load(self, seed: int) -> list[LabelledQuery]:
-        """Read it; the seed draws the queries."""
-        return self.drawn(read_labelled(self.file), seed)
-
-    def drawn(self, queries: list[LabelledQuery], seed: int) -> list[LabelledQuery]:
-        """At most as many queries as are wanted."""
-        if self.queries is None or self.queries >= len(queries):
-            return queries
-        return random.Random(f"{seed}-{self.title}").sample(queries, self.queries)
+        return dataset_name(self.file)
 
 
 class FeaturePart(BaseModel, extra="forbid", frozen=True):
     """What is read of the language model."""
 
-    first_layer: int = Field(default=1, ge=1, description="Layer 0 holds raw token embeddings.")
-    last_layer: int | None = Field(
-        default=None, ge=1, description="None for the model's last. No later layer is loaded."
-    )
+    last_layer: PositiveInt | None = None
+    """None for the model's last. No later layer is loaded."""
     dtype: Literal["float16", "bfloat16"] = "float16"
-    max_tokens: int | None = Field(default=None, gt=0)
+    max_tokens: PositiveInt | None = None
     max_documents: int | None = Field(default=None, gt=1)
-    titles: bool = True
 
 
 class Recipe(BaseModel, extra="forbid", frozen=True):
@@ -86,21 +63,17 @@ class Recipe(BaseModel, extra="forbid", frozen=True):
     folder: ClassVar[Path] = SHIPPED
 
     name: str
-    base: str | None = Field(
-        default=None,
-        description="An artifact to fine-tune. It gives model, template and layers.",
-    )
+    base: str | None = None
+    """An artifact to fine-tune. It gives model, template and layers."""
     model: ModelPart = ModelPart()
     template: Template = Template()
     data: tuple[DataPart, ...] = ()
     features: FeaturePart = FeaturePart()
     fit: FitOptions = FitOptions()
-    fine_tuning: FineTuningOptions = Field(
-        default=FineTuningOptions(), description="With a base, in place of `fit`."
-    )
-    validation: float = Field(
-        default=0.1, gt=0, description="Share of the queries that chooses the epoch, or a number."
-    )
+    fine_tuning: FineTuningOptions = FineTuningOptions()
+    """With a base, in place of `fit`."""
+    validation: PositiveFloat = 0.1
+    """Share of the queries that chooses the epoch, or a number."""
     minimum_queries: int = Field(default=2, ge=2)
     license: str | None = None
 
@@ -109,8 +82,8 @@ class Recipe(BaseModel, extra="forbid", frozen=True):
         if self.base is None and not self.model.name:
             raise ValueError("name a model, or an artifact as base")
         ignored = [f"fit.{name}" for name in sorted(self.fit.model_fields_set - {"seed"})]
-        layers = {"first_layer", "last_layer"} & self.features.model_fields_set
-        ignored += [f"features.{name}" for name in sorted(layers)]
+        if self.features.last_layer is not None:
+            ignored.append("features.last_layer")
         if self.base is not None and ignored:
             raise ValueError(
                 f"{', '.join(ignored)} cannot be set: fine-tuning an artifact ({self.base}) keeps "
@@ -147,19 +120,16 @@ class Recipe(BaseModel, extra="forbid", frozen=True):
             raw |= {"base": base, "minimum_queries": 2}
         return validated(cls, raw, source, "recipe")
 
-    def layers(self, count: int) -> tuple[int, ...]:
-        """Layers that B reads of a language model with so many.
+    def read_queries(self) -> list[LabelledQuery]:
+        """The labelled queries of all files.
 
         Raises:
-            BackboneError: The model does not have one of them.
+            InputError: A file cannot be read.
         """
-        first = self.features.first_layer
-        last = self.features.last_layer or max(count - 1, 1)
-        if not first <= last < count:
-            raise BackboneError(
-                f"Layers {first} to {last} were asked for; {self.model.name} has 1 to {count - 1}."
-            )
-        return tuple(range(first, last + 1))
+        queries: list[LabelledQuery] = []
+        for part in self.data:
+            queries += read_labelled(part.file)
+        return queries
 
 
 def shipped(folder: Path = SHIPPED) -> list[str]:

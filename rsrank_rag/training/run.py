@@ -31,9 +31,9 @@ from ..method.scoring import ShiftReader
 from ..method.template import PromptTokenizer
 from ..partial_files import replacing, write_text
 from .batches import device_for, scored, split
-from .features import FeatureExtractor, check_texts, digest, subsample
+from .features import FeatureExtractor, digest, subsample
 from .fine_tuning import fine_tune
-from .fit import Epoch, fit
+from .fit import fit
 from .recipe import Recipe
 from .store import QueryFeatures, open_folder, read_features, write_features
 from .verdict import Verdict, judge, measure
@@ -102,26 +102,23 @@ class TrainingRun:
         """The recipe's queries.
 
         Raises:
-            InputError: The recipe names no data, there are too few queries, or one has no text.
+            InputError: There are too few queries, or one has no document with text.
         """
         recipe = self.recipe
-        if not recipe.data:
-            raise InputError(
-                f"The recipe {recipe.name!r} names no data. Pass --data FILE with labelled queries."
-            )
-        queries: list[LabelledQuery] = []
-        for part in recipe.data:
-            queries += part.load(recipe.fit.seed)
+        queries = recipe.read_queries()
         if len(queries) < recipe.minimum_queries:
             raise InputError(
                 f"{len(queries)} labelled queries are too few: this recipe asks for "
-                f"{recipe.minimum_queries}. The paper reaches 95% of its recall with 50; with "
-                "fewer, B learns its examples by heart. Label more queries, or fine-tune an "
-                "artifact (--config mini)."
+                f"{recipe.minimum_queries}. Pass --data FILE with more, or fine-tune an artifact "
+                "(--config mini)."
             )
+        queries = subsample(queries, recipe.features.max_documents, recipe.fit.seed)
         for query in queries:
-            check_texts(query)
-        return subsample(queries, recipe.features.max_documents, recipe.fit.seed)
+            if not any(document.content().strip() for document in query.documents):
+                raise InputError(
+                    f"Query {query.id!r} has no document with text. Remove it from the data."
+                )
+        return queries
 
     def run(self) -> Result:
         """Run the recipe, or what is left of it.
@@ -132,12 +129,13 @@ class TrainingRun:
         """
         # Fails before the work, not after it, where ir-measures is missing.
         ranking_measures([])
-        features = on_gpu(self.extract(), device_for(self.recipe.model.device))
+        device = device_for(self.recipe.model.device)
+        features = on_gpu(self.extract(), device)
         model = self._model
         if model.config is None or model.projection is None:
-            result = self._from_nothing(features)
+            result = self._from_nothing(features, device)
         else:
-            result = self._fine_tuned(features, model.config, model.projection)
+            result = self._fine_tuned(features, device, model.config, model.projection)
         write_artifact(self.artifact, self._config(result), result.projection, model.folder)
         return result
 
@@ -177,8 +175,7 @@ class TrainingRun:
                 options = replace(options, dtype="float32")
             source = ModelSource(recipe.base, load=options, max_length=part.max_length)
             core, prompts, projection = open_on_torch(source, folder, config)
-            inside = folder / INSIDE
-            return _Model(core, prompts, config.backbone, config.layers, inside, config, projection)
+            return _Model(core, prompts, config.backbone, config.layers, folder, config, projection)
         core, prompts = open_model(
             part.name,
             part.revision,
@@ -192,7 +189,9 @@ class TrainingRun:
         revision = part.revision or getattr(core.model.config, "_commit_hash", None)
         files = hashes(folder_of(part.name, part.revision))
         spec = describe(core, prompts, part.name, revision, files)
-        return _Model(core, prompts, spec, recipe.layers(core.num_layers))
+        last = recipe.features.last_layer or core.num_layers - 1
+        # Layer 0 has the embeddings of tokens, which no document shifts.
+        return _Model(core, prompts, spec, tuple(range(1, last + 1)))
 
     def _description(self) -> dict[str, Any]:
         """What the features are of, entry by entry.
@@ -211,18 +210,20 @@ class TrainingRun:
             "layers": self.layers,
             "max_length": prompts.max_length,
             "template": prompts.template.model_dump(mode="json"),
-            **self.recipe.features.model_dump(include={"dtype", "max_tokens", "titles"}),
+            **self.recipe.features.model_dump(include={"dtype", "max_tokens"}),
         }
 
     def _fine_tuned(
-        self, features: Sequence[QueryFeatures], config: RSRankConfig, base: Projection
+        self,
+        features: Sequence[QueryFeatures],
+        device: torch.device,
+        config: RSRankConfig,
+        base: Projection,
     ) -> Result:
         """Fine-tuned weights, or the base's if fine-tuning gains nothing or may lose something."""
         recipe = self.recipe
         watch = partial(self._bar, desc="folds", unit="fold")
-        options = recipe.fine_tuning
-        device = recipe.model.device
-        tuned = fine_tune(features, base, options, device=device, watch=watch)
+        tuned = fine_tune(features, base, recipe.fine_tuning, device=device, watch=watch)
         for penalty, value in tuned.values.items():
             what = f"penalty {penalty:g}"
             if math.isinf(penalty):
@@ -258,73 +259,65 @@ class TrainingRun:
             verdict,
         )
 
-    def _from_nothing(self, features: Sequence[QueryFeatures]) -> Result:
+    def _from_nothing(self, features: Sequence[QueryFeatures], device: torch.device) -> Result:
         """B by gradient."""
         recipe = self.recipe
         training, held_out = split(len(features), recipe.validation, recipe.fit.seed)
         validation = [features[number] for number in held_out]
-        with self._bar(total=recipe.fit.epochs, desc="training B", unit="epoch") as bar:
-
-            def show(epoch: Epoch) -> None:
-                bar.n = epoch.epoch
-                bar.set_postfix(loss=f"{epoch.loss:.3f}", f1=f"{epoch.validation_f1:.3f}")
-
-            fitted = fit(
-                [features[number] for number in training],
-                validation,
-                self.layers,
-                recipe.fit,
-                output=self.output / "fit",
-                device=recipe.model.device,
-                on_epoch=show,
-            )
+        fitted = fit(
+            [features[number] for number in training],
+            validation,
+            self.layers,
+            recipe.fit,
+            output=self.output / "fit",
+            device=device,
+            watch=partial(self._bar, desc="training B", unit="epoch"),
+        )
         settings = recipe.fit.model_dump(exclude={"seed"})
         settings["epochs_run"] = len(fitted.history)
         weights = dict(fitted.projection.named_parameters())
-        rows = scored(validation, weights, device=recipe.model.device)
+        rows = scored(validation, weights, device=device)
         written = f"B of epoch {fitted.best.epoch} of {len(fitted.history)}"
         if recipe.fit.keep == "best":
             written += f", chosen by F1 at zero on {len(validation)} validation queries"
-        return Result(
-            fitted.projection,
-            0.0,
-            present_means(measure(rows, 0.0)),
-            settings,
-            written,
-        )
+        metrics = present_means(measure(rows, 0.0))
+        return Result(fitted.projection, 0.0, metrics, settings, written)
 
     def _config(self, result: Result) -> RSRankConfig:
         model = self._model
-        core = model.core
-        prompts = model.prompts
         recipe = self.recipe
-        note = f"Made by the recipe {recipe.name!r}: {result.written}."
-        metrics = {"held out": result.metrics}
         base = model.config
-        if base and result.projection is model.projection:
-            notes = f"{base.training.notes} {note}".strip()
-            record = {"notes": notes, "metrics": metrics, "settings": result.settings}
-            training = base.training.model_copy(update=record)
-            return base.model_copy(update={"training": training})
-        return RSRankConfig(
-            backbone=model.spec,
-            layers=result.projection.layers,
-            projection_dim=result.projection.weight.shape[2],
-            fusion_layer=core.fusion_layer,
-            documents_stay=core.documents_stay,
-            template=prompts.template,
-            max_length=prompts.max_length,
-            threshold=result.threshold,
-            int8=base is not None and base.int8,
-            license=recipe.license or getattr(base, "license", None),
-            training=TrainingRecord(
-                data=tuple(part.title for part in recipe.data),
-                seed=recipe.fit.seed,
-                metrics=metrics,
-                settings=result.settings,
-                notes=note,
-            ),
+        record = TrainingRecord(
+            data=tuple(part.title for part in recipe.data),
+            seed=recipe.fit.seed,
+            metrics={"held out": result.metrics},
+            settings=result.settings,
+            notes=f"Made by the recipe {recipe.name!r}: {result.written}.",
         )
+        if base is None:
+            return RSRankConfig(
+                backbone=model.spec,
+                layers=model.layers,
+                projection_dim=recipe.fit.projection_dim,
+                template=model.prompts.template,
+                max_length=model.prompts.max_length,
+                license=recipe.license,
+                training=record,
+            )
+        if result.projection is model.projection:
+            known = base.training
+            notes = f"{known.notes} {record.notes}".strip()
+            record = record.model_copy(
+                update={"data": known.data, "seed": known.seed, "notes": notes}
+            )
+            return base.model_copy(update={"training": record})
+        update = {
+            "max_length": recipe.model.max_length or base.max_length,
+            "threshold": result.threshold,
+            "license": recipe.license or base.license,
+            "training": record,
+        }
+        return base.model_copy(update=update)
 
 
 def on_gpu(features: Sequence[QueryFeatures], device: torch.device) -> Sequence[QueryFeatures]:
@@ -336,10 +329,13 @@ def on_gpu(features: Sequence[QueryFeatures], device: torch.device) -> Sequence[
 
 
 def write_artifact(
-    folder: Path, config: RSRankConfig, projection: Projection | Weights, model: str | Path
+    folder: Path, config: RSRankConfig, projection: Projection | Weights, base: Path
 ) -> None:
-    """Write an artifact, with a copy of the language model's folder where it is to hold one."""
+    """Write an artifact, with the language model's files that lie in the folder of its base."""
     with replacing(folder) as new:
         hub.write_artifact(new, config, projection, model_card(config))
         if config.backbone.name == INSIDE:
-            shutil.copytree(model, new / INSIDE)
+            shutil.copytree(base / INSIDE, new / INSIDE)
+        fusion_file = hub.fusion_file(base, config)
+        if fusion_file is not None:
+            shutil.copy(fusion_file, new / hub.FUSION)

@@ -1,5 +1,6 @@
 """A threshold for a wanted precision or recall, or the best F1, from labelled queries."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,20 +10,18 @@ import numpy as np
 
 from ..adapters import systems
 from ..artifact import hub
-from ..artifact.config import INSIDE
 from ..errors import InputError, TrainingError
 from ..evaluation.datasets import read_labelled
 from ..evaluation.evaluate import score_dataset
 from ..evaluation.metrics import (
-    ROUNDING,
     Rule,
     ScoredQuery,
     ThresholdSweep,
     present_means,
     selection_measures,
 )
-from ..evaluation.statistics import Array, Estimate, estimate, resampled
-from ..language_model.options import LoadOptions, ModelSource
+from ..evaluation.statistics import ROUNDING, Array, Estimate, estimate, resampled
+from ..language_model.options import ModelSource
 from ..partial_files import write_text
 from ..rsrank import RSRank
 from .batches import folds
@@ -34,18 +33,18 @@ FOLDS = 5
 
 @dataclass(frozen=True)
 class Goal:
-    """What a threshold should reach in the mean over queries; value None stands for the most.
+    """What a threshold should reach in the mean over queries: the best F1, or a value of another.
 
     Precision is the mean over queries that keep a document: an empty list has none. Recall is the
     mean over queries with a relevant document.
     """
 
     metric: Literal["precision", "recall", "f1"] = "f1"
-    value: float | None = None
+    value: float = math.inf
 
     def __str__(self) -> str:
-        if self.value is None:
-            return f"the best {MEASURES[self.metric]}"
+        if self.metric == "f1":
+            return "the best F1"
         return f"{self.metric} {self.value:g}"
 
     def choose(self, sweep: ThresholdSweep, weights: Array | None = None) -> float:
@@ -58,16 +57,7 @@ class Goal:
             sweep: The goal's measure at all thresholds.
             weights: How often each query counts, (queries,).
         """
-        thresholds, means = sweep.means(weights)
-        wanted = np.fmax.reduce(means)
-        if self.value is not None:
-            wanted = min(wanted, self.value)
-        reached = thresholds[means >= wanted - ROUNDING]
-        if not len(reached):
-            return np.nan
-        if self.metric == "precision":
-            return float(reached[-1])
-        return float(reached[0])
+        return sweep.reaching(self.value, weights, lowest=self.metric == "precision")[0]
 
 
 @dataclass(frozen=True)
@@ -91,12 +81,12 @@ class Tuned:
     @property
     def reached(self) -> bool:
         """Whether the goal is reached on the queries that chose the threshold."""
-        return self.goal.value is None or self.value >= self.goal.value - ROUNDING
+        return self.goal.metric == "f1" or self.value >= self.goal.value - ROUNDING
 
     @property
     def is_judged(self) -> bool:
         """Whether two thresholds are compared by F1; another goal is paid for by other measures."""
-        return self.goal.value is None and self.before is not None
+        return self.goal.metric == "f1" and self.before is not None
 
     @property
     def problem(self) -> str | None:
@@ -107,18 +97,13 @@ class Tuned:
                 f"no threshold reaches {self.goal} on these {self.verdict.queries} queries: the "
                 f"highest {name} is {self.value:.3f}, at threshold {self.threshold:.3f}"
             )
-        held_out = self.verdict.after.get(self.goal.metric)
-        if held_out is None:
-            return None
-        if self.goal.value is None:
-            is_missed = self.goal.metric in self.verdict.losses
-            wanted = f"the value {self.so_far}"
-        else:
-            is_missed = held_out.is_below(self.goal.value - ROUNDING)
-            wanted = f"{self.goal.value:g}"
-        if not is_missed:
-            return None
-        return f"on queries that did not choose the threshold, {name} is {held_out}, below {wanted}"
+        on_others = "on queries that did not choose the threshold"
+        if self.goal.metric == "f1" and "f1" in self.verdict.losses:
+            return f"{on_others}, {self.verdict.changes}"
+        held_out = self._held_out
+        if held_out is not None and held_out.is_below(self.goal.value):
+            return f"{on_others}, {name} is {held_out}, below {self.goal.value:g}"
+        return None
 
     @property
     def summary(self) -> str:
@@ -127,22 +112,25 @@ class Tuned:
         aim = f"nearest to {self.goal}"
         if self.reached:
             aim = f"for {self.goal}"
+        so_far = "with everything kept"
+        if self.before is not None:
+            so_far = f"at the threshold so far, {self.before:g},"
         return (
             f"Threshold {aim}: {self.estimate}. On the {self.verdict.queries} queries that "
-            f"chose it {name} is {self.value:.3f}; {self.so_far} it is "
+            f"chose it {name} is {self.value:.3f}; {so_far} it is "
             f"{self.value_before:.3f}.{self._direction()}{self._on_other_queries()}"
         )
 
     @property
-    def so_far(self) -> str:
-        """In words, what is kept without the new threshold."""
-        if self.before is None:
-            return "with everything kept"
-        return f"at the threshold so far, {self.before:g},"
+    def _held_out(self) -> Estimate | None:
+        """A wanted measure on queries that did not choose the threshold; None for F1."""
+        if self.goal.metric == "f1":
+            return None
+        return self.verdict.after.get(self.goal.metric)
 
     def _direction(self) -> str:
         """Why a precision lowers the threshold, or a recall raises it; empty if neither does."""
-        if self.goal.value is None or self.before is None or not self.reached:
+        if self.before is None or not self.reached:
             return ""
         if self.goal.metric == "precision" and self.threshold < self.before:
             words = ("lowest", "below")
@@ -157,15 +145,14 @@ class Tuned:
 
     def _on_other_queries(self) -> str:
         """Whether a wanted value holds on queries that did not choose the threshold."""
-        held_out = self.verdict.after.get(self.goal.metric)
-        if self.goal.value is None or held_out is None:
+        held_out = self._held_out
+        if held_out is None:
             return ""
-        value = self.goal.value - ROUNDING
         words = f"more labels are needed to say whether {self.goal} holds"
-        if held_out.low is not None and held_out.low >= value:
-            words = "the goal is reached beyond chance"
-        if held_out.is_below(value):
+        if held_out.is_below(self.goal.value):
             words = "the goal is missed beyond chance"
+        elif held_out.low is not None and held_out.low >= self.goal.value - ROUNDING:
+            words = "the goal is reached beyond chance"
         return f" On queries that did not choose the threshold it is {held_out}: {words}."
 
 
@@ -216,38 +203,27 @@ def find_threshold(queries: Sequence[ScoredQuery], goal: Goal, before: float | N
 
 
 def tune(
-    model: str,
-    data: Path,
-    output: Path,
-    goal: Goal,
-    *,
-    revision: str | None = None,
-    load: LoadOptions | None = None,
-    force: bool = False,
+    source: ModelSource, data: Path, output: Path, goal: Goal, *, force: bool = False
 ) -> Tuned:
     """Write a copy of an artifact with the threshold that reaches a goal on labelled queries.
 
     Args:
-        model: The artifact: built-in name, folder or Hub id; or another system's name.
+        source: The artifact, or another system by its name, and how to load it.
         data: Labelled queries, ``.jsonl`` or ``.jsonl.gz``.
         output: Folder of the new artifact; for another system, a file that ends in ``.json``.
         goal: What the threshold should reach.
-        revision: The artifact's commit, tag or branch on the Hub.
-        load: How to load the model.
         force: Write the artifact even if there is a `Tuned.problem`.
 
     Returns:
         The threshold. Nothing was written where it has a problem, unless ``force``.
     """
-    load = load or LoadOptions()
-    is_artifact = systems.parse(model)[0] is None
+    is_artifact = systems.parse(source.name)[0] is None
     if is_artifact is (output.suffix == ".json"):
         raise InputError(
-            f"--output {output} cannot hold {model}. Name a folder for an artifact, and a file "
-            "that ends in .json for another system."
+            f"--output {output} cannot hold {source.name}. Name a folder for an artifact, and a "
+            "file that ends in .json for another system."
         )
     queries = read_labelled(data)
-    source = ModelSource(model, revision, load)
     ranker = systems.load(source)
     scored = score_dataset(ranker, queries)
     tuned = find_threshold(scored, goal, ranker.threshold)
@@ -259,7 +235,11 @@ def tune(
     if not isinstance(ranker, RSRank):
         scale = float(np.std(np.concatenate([query.scores for query in scored]))) or 1.0
         zero = systems.Zero(
-            model=model, revision=revision, threshold=tuned.threshold, scale=scale, notes=note
+            model=source.name,
+            revision=source.revision,
+            threshold=tuned.threshold,
+            scale=scale,
+            notes=note,
         )
         write_text(output, zero.model_dump_json(indent=2))
         return tuned
@@ -267,5 +247,6 @@ def tune(
     notes = f"{config.training.notes} {note}".strip()
     training = config.training.model_copy(update={"notes": notes})
     config = config.model_copy(update={"threshold": tuned.threshold, "training": training})
-    write_artifact(output, config, ranker.projection, hub.resolve(model, revision, load) / INSIDE)
+    folder = hub.resolve(source.name, source.revision, source.load)
+    write_artifact(output, config, ranker.projection, folder)
     return tuned

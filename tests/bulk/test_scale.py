@@ -197,8 +197,8 @@ def test_whatever_else_a_row_has_is_carried_along(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"query": "q", "document": "d"}\n{"query": ', r"rows\.jsonl cannot be read after row 0"),
-        ('["q", "d"]\n', "a line is no JSON object"),
+        ('{"query": "q", "document": "d"}\n{"query": ', r"rows\.jsonl, line 2 is no JSON"),
+        ('["q", "d"]\n', "line 1 is no JSON object"),
         ('{"question": "q", "document": "d"}\n', 'need a "query".*found document, question'),
         ('{"query": "q", "document": "d", "score": 1}\n', "have score already"),
     ],
@@ -214,7 +214,7 @@ def test_a_line_that_is_wrong_far_down_is_named_and_leaves_no_half_file(tmp_path
     monkeypatch.setattr("rsrank_rag.bulk.run.CHUNK", 2)
     source = write_lines(tmp_path / "rows.jsonl", rows_of(5))
     source.write_text(source.read_text() + "{")
-    with pytest.raises(InputError, match=r"rows\.jsonl cannot be read after row 4"):
+    with pytest.raises(InputError, match=r"rows\.jsonl, line 6 is no JSON"):
         score(source, tmp_path / "out")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["_settings.json"]
 

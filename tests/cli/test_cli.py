@@ -287,7 +287,7 @@ def test_evaluate_says_before_the_work_that_its_report_cannot_be_written(labelle
         (["rank", "-q", "x", "-d", "-", "-m", "nowhere at all"], 2, "There is no system"),
         (["rank", "-q", "x", "-d", "-", "-m", "ARTIFACT", "--dtype", "int7"], 2, "is not a dtype"),
         (["info", "nowhere at all"], 1, "neither built in"),
-        (["evaluate", "-m", "bm25", "--data", "nowhere.jsonl"], 2, "no data file"),
+        (["evaluate", "-m", "bm25", "--data", "nowhere.jsonl"], 2, "could not be read"),
         (["rank", "--nonsense"], 2, "No such option"),
         (["rank", "-q", "x", "-d", "EMPTY", "-m", "ARTIFACT"], 2, "holds no documents"),
         (["rank", "-q", "x", "-d", "BINARY", "-m", "ARTIFACT"], 2, "is no text in UTF-8"),

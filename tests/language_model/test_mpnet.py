@@ -10,12 +10,16 @@ import transformers
 from conftest import DOCUMENTS, ENCODER, HEAD_DIM, QUERIES, QUERY, word_piece_tokenizer
 from hub_server import HubServer, connected, files_of
 from safetensors.numpy import load_file, save_file
+from training_helpers import labelled, written
 
 from rsrank_rag import Projection, RSRank
 from rsrank_rag.artifact.hub import FUSION
 from rsrank_rag.errors import ArtifactError
 from rsrank_rag.language_model.mpnet import BIAS, position_bias
-from rsrank_rag.language_model.options import LoadOptions
+from rsrank_rag.language_model.options import LoadOptions, ModelSource
+from rsrank_rag.training.recipe import Recipe
+from rsrank_rag.training.run import TrainingRun
+from rsrank_rag.training.tune import Goal, tune
 
 LAYERS, HEADS, WIDTH = 3, 4, 64
 
@@ -146,6 +150,19 @@ def test_an_artifact_with_fusion_layers_of_its_own_survives_saving_and_loading(a
     assert load(tmp_path / "torch").score(QUERY, DOCUMENTS) == expected
     with pytest.raises(ArtifactError, match="runtime='onnx' to save both"):
         joined.save_pretrained(tmp_path / "refused", include_backbone=True)
+
+
+def test_a_tuned_and_a_fine_tuned_copy_bring_the_fusion_layers(artifact, tmp_path):
+    expected = load(artifact).score(QUERY, DOCUMENTS)
+    data = written(tmp_path / "own.jsonl", labelled(4))
+    source = ModelSource(str(artifact), load=LoadOptions("cpu", "float32"))
+    tune(source, data, tmp_path / "tuned", Goal("recall", 0.5), force=True)
+    assert load(tmp_path / "tuned").score(QUERY, DOCUMENTS) == expected
+    settings = ["model.device=cpu", "fine_tuning.penalties=[1e9]", "fine_tuning.folds=2"]
+    recipe = Recipe.load("mini", settings, [data], str(artifact))
+    run = TrainingRun(recipe, tmp_path / "run", force=True)
+    run.run()
+    assert load(run.artifact).score(QUERY, DOCUMENTS) == pytest.approx(expected, abs=1e-3)
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)

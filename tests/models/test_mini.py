@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 from conftest import SHARED, score_many
+from measures import f1_at
 
 from rsrank_rag import RSRank
 from rsrank_rag.evaluation.datasets import read_labelled
 from rsrank_rag.evaluation.evaluate import score_dataset
-from rsrank_rag.evaluation.metrics import f1_at, ranking_measures
+from rsrank_rag.evaluation.metrics import ranking_measures
 from rsrank_rag.reranker import Pair
 
 ROOT = Path(__file__).parents[2]

@@ -422,7 +422,7 @@ def test_a_file_that_is_called_like_a_set_is_the_file(hub, file, monkeypatch):
     file.rename(file.parent / "fiqa")
     assert [query.id for query in load_sets(["fiqa"])["fiqa"]] == ["f0", "f1"]
     assert hub.log == []
-    with pytest.raises(InputError, match="no data file scifact"):
+    with pytest.raises(InputError, match="scifact could not be read"):
         load_sets(["scifact"])
 
 

@@ -7,6 +7,7 @@ import pytest
 from figures import draw_everything, legend, titles
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from measures import f1_at
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("scipy")
@@ -23,7 +24,7 @@ from research.reproduction.thresholds import (
 from research.reproduction.thresholds import f1_gaps as gaps_of
 from rsrank_rag.evaluation.comparison import Measured, compare
 from rsrank_rag.evaluation.datasets import LabelledDocument, LabelledQuery
-from rsrank_rag.evaluation.metrics import ScoredQuery, best_threshold, f1_at
+from rsrank_rag.evaluation.metrics import ScoredQuery, best_threshold
 from rsrank_rag.reranker import BLANK_SCORE
 
 SETS = ["first", "second", "third", "fourth"]

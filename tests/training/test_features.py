@@ -52,7 +52,9 @@ def loaded(tiny_folder):
 @pytest.fixture
 def extractor(loaded):
     core, prompts = loaded("qwen3")
-    return FeatureExtractor(ShiftReader(core, prompts, range(1, LAYERS)), token_budget=500)
+    extractor = FeatureExtractor(ShiftReader(core, prompts, range(1, LAYERS)), FeaturePart())
+    extractor.token_budget = 500
+    return extractor
 
 
 # Reading
@@ -120,7 +122,7 @@ def test_fewer_tokens_are_spread_evenly(loaded):
     reader = ShiftReader(core, prompts, range(1, LAYERS))
     query = labelled(1)[0]
     full, few = (
-        FeatureExtractor(reader).extract(query),
+        FeatureExtractor(reader, FeaturePart()).extract(query),
         FeatureExtractor(reader, FeaturePart(max_tokens=3)).extract(query),
     )
     assert few.tokens == 3
@@ -187,7 +189,6 @@ def test_reading_that_was_interrupted_goes_on_without_loss_or_repetition(
         (["features.dtype=bfloat16"], "dtype: 'float16' there, 'bfloat16' wanted"),
         (["features.last_layer=2"], r"layers: \[1, 2, 3\] there, \[1, 2\] wanted"),
         (["features.max_tokens=2"], "max_tokens: None there, 2 wanted"),
-        (["features.titles=false"], "titles: True there, False wanted"),
         (['template.suffix="!"'], "template: "),
         (["model.dtype=bfloat16"], "compute_dtype: 'torch.float32' there"),
     ],
@@ -220,12 +221,12 @@ def test_a_damaged_file_is_one_clear_error(extractor, tmp_path):
             read_features(path)
 
 
-def test_a_query_without_text_in_its_documents_is_named(extractor):
-    query = labelled(1, documents=["", " "])[0].model_copy(
-        update={"documents": (LabelledDocument(id="e", text=" ", relevant=True),)}
-    )
-    with pytest.raises(InputError, match="Query 'q0' has no document with text"):
-        extractor.extract(query)
+def test_a_query_without_text_in_its_documents_is_named(small_run):
+    blank = (LabelledDocument(id="e", text=" ", relevant=True),)
+    first, second = labelled(2)
+    queries = [first, second.model_copy(update={"documents": blank})]
+    with pytest.raises(InputError, match="Query 'q1' has no document with text"):
+        small_run(data=queries).extract()
 
 
 def test_values_that_overflow_are_refused(loaded, monkeypatch):
@@ -238,7 +239,7 @@ def test_values_that_overflow_are_refused(loaded, monkeypatch):
     with pytest.raises(
         TrainingError, match=r"not finite in float16\. Set features\.dtype=bfloat16"
     ):
-        FeatureExtractor(reader).extract(labelled(1)[0])
+        FeatureExtractor(reader, FeaturePart()).extract(labelled(1)[0])
 
 
 def test_subsampling_keeps_both_classes_and_depends_on_the_query_alone():

@@ -96,7 +96,7 @@ def test_too_few_queries_are_refused_with_the_reason(recipe_file, tmp_path):
         "train", "--config", "your-data", "--data", few, "--output", tmp_path / "run", code=2
     )
     assert "5 labelled queries are too few: this recipe asks for 50" in said
-    assert "names no data" in run(
+    assert "0 labelled queries are too few: this recipe asks for 50. Pass --data FILE" in run(
         "train", "--config", "your-data", "--output", tmp_path / "run", code=2
     )
 
@@ -114,7 +114,7 @@ def test_the_shipped_recipes_are_valid():
         ("fit.epochs=0", "fit.epochs"),
         ("fit.epochs", "is no setting. Write key=value"),
         ("method=combined", "method: there is no such entry"),
-        ("features.first_layer=0", "features.first_layer: Input should be greater"),
+        ("features.last_layer=0", "features.last_layer: Input should be greater"),
     ],
 )
 def test_a_wrong_setting_is_one_clear_error(recipe_file, setting, message):
