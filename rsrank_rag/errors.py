@@ -67,6 +67,18 @@ def finite(score: float, index: int) -> float:
     )
 
 
+def check_count(name: str, value: Any, least: int) -> None:
+    """InputError if a value is not a whole number of at least ``least``; ``name`` is its name."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise InputError(f"{name} must be a whole number of at least {least}, got {value!r}.")
+
+
+def check_choice(name: str, value: Any, *choices: Any) -> None:
+    """InputError if a value is not one of ``choices``; ``name`` is its name."""
+    if value not in choices:
+        raise InputError(f"{name} must be {' or '.join(map(repr, choices))}, got {value!r}.")
+
+
 def too_large(tokens: int, index: int) -> ScoringError:
     """The error of a document for which there is too little memory."""
     return ScoringError(

@@ -82,7 +82,7 @@ class RSRankCompressor(RerankerAdapter, BaseDocumentCompressor):
         inputs = {"query": query, "documents": documents}
         run = manager.on_chain_start(None, inputs, name=type(self).__name__)
         try:
-            result = self._rank(query, self._read(documents), self._limits(limits))
+            result = self._rank(query, self._read(documents), limits)
         except BaseException as error:
             run.on_chain_error(error)
             raise
@@ -107,7 +107,7 @@ class RSRankCompressor(RerankerAdapter, BaseDocumentCompressor):
         inputs = {"query": query, "documents": documents}
         run = await manager.on_chain_start(None, inputs, name=type(self).__name__)
         try:
-            result = await self._arank(query, self._read(documents), self._limits(limits))
+            result = await self._arank(query, self._read(documents), limits)
         except BaseException as error:
             await run.on_chain_error(error)
             raise

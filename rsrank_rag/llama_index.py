@@ -37,8 +37,8 @@ class RSRankPostprocessor(RerankerAdapter, BaseNodePostprocessor):
     @classmethod
     def _drop_class_name(cls, data: Any) -> Any:
         """LlamaIndex adds the class's name to the settings that it writes down."""
-        if isinstance(data, dict) and data.get("class_name") == cls.class_name():
-            return {name: value for name, value in data.items() if name != "class_name"}
+        if isinstance(data, dict):
+            data = {name: value for name, value in data.items() if name != "class_name"}
         return data
 
     @classmethod
@@ -53,7 +53,7 @@ class RSRankPostprocessor(RerankerAdapter, BaseNodePostprocessor):
         query = self._query(nodes, query_bundle)
         output: list[NodeWithScore] = []
         try:
-            result = self._rank(query, self._read(nodes), self._limits({}))
+            result = self._rank(query, self._read(nodes), {})
             output = self._copies(nodes, result)
         finally:
             dispatcher.event(ReRankEndEvent(nodes=output))
@@ -66,7 +66,7 @@ class RSRankPostprocessor(RerankerAdapter, BaseNodePostprocessor):
         query = self._query(nodes, query_bundle)
         output: list[NodeWithScore] = []
         try:
-            result = await self._arank(query, self._read(nodes), self._limits({}))
+            result = await self._arank(query, self._read(nodes), {})
             output = self._copies(nodes, result)
         finally:
             dispatcher.event(ReRankEndEvent(nodes=output))

@@ -2,14 +2,14 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypedDict
 
 from typing_extensions import Self, Unpack
 
-from .errors import InputError, ScoringError
-from .passages.pairs import Pair, score_in_parts, spans_of
-from .passages.parts import WHOLE, Reading, ReadingOptions
+from .errors import InputError, ScoringError, check_choice, check_count
+from .passages.pairs import Pair, parts_of, score_in_parts, spans_of
+from .passages.parts import Reading, ReadingOptions
 from .passages.ranked import BLANK_SCORE, RankedDocument, RankResult, Scored, blanks_last, choose
 
 # With the types of results, which users import from here.
@@ -20,7 +20,6 @@ __all__ = [
     "RankedDocument",
     "Reranker",
     "Scored",
-    "blanks_last",
     "choose",
     "score_in_parts",
 ]
@@ -87,16 +86,33 @@ class Reranker(ABC):
     def score_pairs(self, pairs: Sequence[PairLike]) -> list[Scored]:
         """Score pairs of any queries and documents, in input order: `rank` and the service do.
 
-        This one calls `score` once for each query. Override it to share batches between queries,
-        or to give more than scores. Plain tuples do as well: ``[("query", "document"), ...]``.
+        This method scores one query after the other. Override it to share batches between queries.
+        Plain tuples do as well: ``[("query", "document"), ...]``.
 
         Raises:
             InputError: This reranker cannot use a pair.
             ScoringError: A pair could not be scored; its position in ``pairs`` is given.
         """
-        return score_by_query(pairs, self._scored)
+        pairs = as_pairs(pairs)
+        if any(pair.max_tokens is not None for pair in pairs):
+            raise InputError(
+                "This reranker cannot cut documents after a number of tokens. Send them shorter."
+            )
+        scored: dict[int, Scored] = {}
+        for query, places in by_query(pairs).items():
+            try:
+                scores = self.score_documents(query, [pairs[place].document for place in places])
+            except ScoringError as error:
+                error.move_to(places[error.index])
+                raise
+            scored.update(zip(places, scores, strict=True))
+        return [scored[place] for place in range(len(pairs))]
 
-    def _scored(self, query: str, documents: Sequence[str]) -> list[Scored]:
+    def score_documents(self, query: str, documents: Sequence[str]) -> list[Scored]:
+        """As `score`, with how each document was read, for a reranker that can say so.
+
+        `score_pairs` calls this method once for each query.
+        """
         scores = self.score(query, documents)
         return blanks_last(documents, [Scored(score) for score in scores])
 
@@ -150,20 +166,13 @@ class Reranker(ABC):
         reading = Reading.of(options, self.long_documents)
         limit = self.threshold if threshold == "native" else threshold
         check_limits(limit, top_n, min_docs)
-        if long_queries not in ("cut", "error"):
-            raise InputError(f"long_queries must be 'cut' or 'error', got {long_queries!r}.")
+        check_choice("long_queries", long_queries, "cut", "error")
         read = self.fit_query(query) if long_queries == "cut" else query
-        pairs = []
-        for text, how in zip(documents, self._readings(documents, reading), strict=True):
-            pairs.append(Pair(read, text, reading=how))
-        if all(pair.reading == WHOLE for pair in pairs):
-            scored = self.score_pairs(pairs)
-        else:
-            scored = score_in_parts(pairs, self.token_ends, self.score_pairs)
+        pairs = self._pairs(read, documents, reading)
         return choose(
             query,
             documents,
-            scored,
+            score_in_parts(pairs, self.token_ends, self.score_pairs),
             limit,
             top_n=top_n,
             min_docs=min_docs,
@@ -180,19 +189,21 @@ class Reranker(ABC):
 
     def parts(self, documents: Sequence[str], **options: Unpack[ReadingOptions]) -> list[str]:
         """The texts that `rank` scores for documents, each once, for `RSRank.index`."""
-        documents = as_list(documents)
-        readings = self._readings(documents, Reading.of(options, self.long_documents))
+        reading = Reading.of(options, self.long_documents)
         parts = dict[str, None]()
-        for text, how in zip(documents, readings, strict=True):
-            for start, stop in spans_of(Pair("", text, reading=how), self.token_ends):
-                parts[text[start:stop]] = None
+        for pair in self._pairs("", as_list(documents), reading):
+            for part in parts_of(pair, spans_of(pair, self.token_ends)):
+                parts[part.document] = None
         return list(parts)
 
-    def _readings(self, documents: Sequence[str], reading: Reading) -> list[Reading]:
-        """How each document is read: windows are for those that do not fit."""
-        if not reading.in_windows:
-            return [reading] * len(documents)
-        return [reading if long else WHOLE for long in self.too_long(documents)]
+    def _pairs(self, query: str, documents: Sequence[str], reading: Reading) -> list[Pair]:
+        """Pairs of a query and documents; documents that fit the model are not read in windows."""
+        pairs = [Pair(query, text, reading=reading) for text in documents]
+        if reading.in_windows:
+            for place, is_long in enumerate(self.too_long(documents)):
+                if not is_long:
+                    pairs[place] = Pair(query, documents[place])
+        return pairs
 
     def too_long(self, documents: Sequence[str]) -> list[bool]:
         """Whether each document has more tokens than are read of it.
@@ -217,29 +228,6 @@ class Reranker(ABC):
             "be read in windows nor be cut after a number of tokens. Leave long_documents='cut', "
             "or send shorter ones."
         )
-
-
-def score_by_query(
-    pairs: Sequence[PairLike], score: Callable[[str, list[str]], list[Scored]]
-) -> list[Scored]:
-    """Score pairs with a function of one query and its documents, called once for each query.
-
-    Raises as `Reranker.score_pairs`.
-    """
-    pairs = as_pairs(pairs)
-    if any(pair.max_tokens is not None for pair in pairs):
-        raise InputError(
-            "This reranker cannot cut documents after a number of tokens. Send them shorter."
-        )
-    scored: dict[int, Scored] = {}
-    for query, places in by_query(pairs).items():
-        try:
-            scores = score(query, [pairs[place].document for place in places])
-        except ScoringError as error:
-            error.move_to(places[error.index])
-            raise
-        scored.update(zip(places, scores, strict=True))
-    return [scored[place] for place in range(len(pairs))]
 
 
 def by_query(pairs: Sequence[Pair]) -> dict[str, list[int]]:
@@ -299,10 +287,9 @@ def check_limits(
         or math.isnan(threshold)
     ):
         raise InputError(f"threshold must be a number, 'native' or None, got {threshold!r}.")
-    for name, value, least in (("top_n", top_n, 1), ("min_docs", min_docs, 0)):
-        if value is None and name == "top_n":
-            continue
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise InputError(f"{name} must be a whole number of at least {least}, got {value!r}.")
-    if top_n is not None and min_docs > top_n:
+    check_count("min_docs", min_docs, 0)
+    if top_n is None:
+        return
+    check_count("top_n", top_n, 1)
+    if min_docs > top_n:
         raise InputError(f"min_docs={min_docs} asks for more documents than top_n={top_n} allows.")

@@ -12,7 +12,7 @@ from typing_extensions import Self
 from .artifact.config import RSRankConfig
 from .artifact.identity import prefix_identity
 from .artifact.pretrained import Pretrained
-from .errors import InputError, finite, too_large
+from .errors import InputError, check_count, finite, too_large
 from .method.arrays import to_numpy
 from .method.batches import (
     Batches,
@@ -48,7 +48,7 @@ CACHED_BUDGETS = 8
 # `mini` on a CPU.
 READ_PER_TOKEN = 25
 
-# Instructions whose tokenised template is remembered.
+# Instructions whose tokenised template is remembered, before all are forgotten.
 INSTRUCTIONS = 16
 
 
@@ -76,8 +76,8 @@ class RSRank(Pretrained, Reranker):
         prefix_cache: Choice | CachedPrefixes = True,
         deterministic: bool = False,
     ) -> None:
-        if token_budget is not None and token_budget < 1:
-            raise InputError(f"token_budget must be at least 1, got {token_budget}.")
+        if token_budget is not None:
+            check_count("token_budget", token_budget, 1)
         self.backbone = backbone
         self.prompts = prompts
         self.projection = backbone.frozen(projection)
@@ -92,8 +92,6 @@ class RSRank(Pretrained, Reranker):
         if deterministic:
             # One row a batch: no number depends on the other rows.
             self.token_budget = 1
-        # The number of retries of each call that ran out of memory.
-        self._retries: list[int] = []
         self._by_instruction: dict[str, Self] = {}
 
     def __repr__(self) -> str:
@@ -208,16 +206,12 @@ class RSRank(Pretrained, Reranker):
         self, batches: Batches[Row], places: dict[Row, list[int]], scores: list[float]
     ) -> None:
         """Score rows, and write each score to its row's places."""
-        try:
-            for batch in batches:
-                with batches.attempt():
-                    batch_scores, _, _ = score_rows(self.reader, self.projection, batch)
-                    for row, score in zip(batch, batch_scores.tolist(), strict=True):
-                        for place in places[row]:
-                            scores[place] = finite(score, place)
-        finally:
-            if batches.retries:
-                self._retries.append(batches.retries)
+        for batch in batches:
+            with batches.attempt():
+                batch_scores, _, _ = score_rows(self.reader, self.projection, batch)
+                for row, score in zip(batch, batch_scores.tolist(), strict=True):
+                    for place in places[row]:
+                        scores[place] = finite(score, place)
 
     def explain(self, query: str, document: str) -> Explanation:
         """Take a score apart, exactly, per query token, layer and head; raises as `score`.
@@ -281,9 +275,8 @@ class RSRank(Pretrained, Reranker):
             shared_positions=self.prompts.shared_positions,
         )
         view = self._view(prompts, self.cache)
-        # Other threads may add instructions at the same time, so there may be several too many.
-        while len(self._by_instruction) >= INSTRUCTIONS:
-            self._by_instruction.pop(next(iter(list(self._by_instruction)), ""), None)
+        if len(self._by_instruction) >= INSTRUCTIONS:
+            self._by_instruction.clear()
         self._by_instruction[instruction] = view
         return view
 
@@ -302,7 +295,6 @@ class RSRank(Pretrained, Reranker):
             prefix_cache=cache,
         )
         view.name = self.name
-        view._retries = self._retries
         return view
 
     def index(self, documents: Sequence[str], *, show_progress: bool = False) -> int:
@@ -336,8 +328,7 @@ class RSRank(Pretrained, Reranker):
         for position, document in enumerate(self.prompts.documents(as_list(documents), 0)):
             if document.empty or document.ids in missing:
                 continue
-            key = self.cache.key(document.ids)
-            if key not in tiers.disk or tiers.read_file(key) is None:
+            if tiers.read_file(self.cache.key(document.ids)) is None:
                 missing[document.ids] = position
         return missing
 
@@ -350,14 +341,10 @@ class RSRank(Pretrained, Reranker):
         return self.prompts.too_long(documents)
 
     def stats(self) -> dict[str, int]:
-        """Batches halved because memory ran out (``memory_retries``).
-
-        If prefixes are cached, also the fields of `prefixes.cache.Statistics`.
-        """
-        counts = {"memory_retries": sum(self._retries)}
-        if self.cache.tiers.is_on:
-            counts.update(self.cache.tiers.stats())
-        return counts
+        """The fields of `prefixes.cache.Statistics`; empty if prefixes are not cached."""
+        if not self.cache.tiers.is_on:
+            return {}
+        return self.cache.tiers.stats()
 
     def identity(self) -> str:
         """Short hash of the language model, its dtype, the template and B."""

@@ -329,7 +329,7 @@ def test_documents_and_their_list_are_not_changed(ranker):
 
 @pytest.mark.parametrize("budget", [0, -5])
 def test_a_token_budget_below_one_is_refused(ranker, budget):
-    with pytest.raises(InputError, match="token_budget must be at least 1"):
+    with pytest.raises(InputError, match="token_budget must be a whole number of at least 1"):
         budgeted(ranker, budget)
 
 
@@ -485,7 +485,6 @@ def test_a_model_that_runs_out_of_memory_gets_half_as_many_documents(
     expected = tiny_ranker("llama").score(QUERY, DOCUMENTS)
     assert ranker.score(QUERY, DOCUMENTS) == pytest.approx(expected, abs=EXACT)
     assert "Out of memory with 6 documents at once; going on with 3" in caplog.text
-    assert ranker.stats() == {"memory_retries": 1}
     assert ranker.token_budget == 100_000
 
 

@@ -108,7 +108,7 @@ class LLM2VecGen(Batched):
         self.maps = nn.Sequential(*maps).to(base.device).requires_grad_(False)
 
     @torch.inference_mode()
-    def score_query(self, query: str, documents: Sequence[str]) -> list[Scored]:
+    def score_documents(self, query: str, documents: Sequence[str]) -> list[Scored]:
         """Cosine of query and document, and whether a document was cut."""
         asked, _ = self._prompts([query], self.query_instruction)
         prompts, truncated = self._prompts(as_list(documents), self.document_instruction)

@@ -21,7 +21,7 @@ from rsrank_rag.language_model.loading import load_model
 from rsrank_rag.language_model.options import LoadOptions
 from rsrank_rag.method.batches import Batches, DoesNotFitError, Ids, token_budget_for
 from rsrank_rag.method.template import clean, private_copy
-from rsrank_rag.reranker import PairLike, Reranker, Scored, as_list, score_by_query
+from rsrank_rag.reranker import Reranker, Scored, as_list
 
 
 class Batched(Reranker):
@@ -38,16 +38,10 @@ class Batched(Reranker):
 
     def score(self, query: str, documents: Sequence[str]) -> list[float]:
         """One score a document; InputError and ScoringError name one that cannot be scored."""
-        return [scored.score for scored in self.score_query(query, documents)]
-
-    def score_pairs(
-        self, pairs: Sequence[PairLike], *, show_progress: bool = False
-    ) -> list[Scored]:
-        """See `Reranker.score_pairs`."""
-        return score_by_query(pairs, self.score_query)
+        return [scored.score for scored in self.score_documents(query, documents)]
 
     @abstractmethod
-    def score_query(self, query: str, documents: Sequence[str]) -> list[Scored]:
+    def score_documents(self, query: str, documents: Sequence[str]) -> list[Scored]:
         """Score the documents of one query, and say which were cut."""
 
     def encode(
@@ -189,7 +183,7 @@ class AnswerOdds(Batched):
         return [(*self.prefix, *ids, *self.suffix) for ids in encoded], truncated
 
     @torch.inference_mode()
-    def score_query(self, query: str, documents: Sequence[str]) -> list[Scored]:
+    def score_documents(self, query: str, documents: Sequence[str]) -> list[Scored]:
         """Probability of the positive answer of the two, and whether the document was cut."""
         prompts, truncated = self.prompts(query, as_list(documents))
         found = enumerate(self.compute_each(prompts, self._probabilities))

@@ -32,7 +32,15 @@ from ..passages.parts import Reading, ReadingOptions
 from ..passages.titles import lines_before
 from ..prefixes.settings import PrefixCache
 from ..remote.address import service_address, usable_key
-from ..reranker import Limits, LongQueries, RankedDocument, RankResult, Reranker, check_limits
+from ..reranker import (
+    Limits,
+    LongQueries,
+    RankedDocument,
+    RankOptions,
+    RankResult,
+    Reranker,
+    check_limits,
+)
 from . import worker
 
 if TYPE_CHECKING:
@@ -277,62 +285,56 @@ class RerankerAdapter(ModelAdapter):
 
     @model_validator(mode="after")
     def _check_limits_and_reading(self) -> Self:
-        check_limits(self.threshold, self.top_n, self.min_docs)
-        Reading.of(self._reading)
+        options = self._options({})
+        reading: Any = {name: options[name] for name in ReadingOptions.__annotations__}
+        Reading.of(reading)
         return self
 
-    def _limits(self, limits: Limits) -> Limits:
-        """This adapter's limits, replaced by those of one call."""
+    def _options(self, limits: Limits) -> dict[str, Any]:
+        """All options of `Reranker.rank`: those of this adapter, with the limits of one call.
+
+        Raises:
+            TypeError: A keyword is not the name of a limit.
+            InputError: A limit is out of range, or two contradict each other.
+        """
         unknown = limits.keys() - Limits.__annotations__.keys()
         if unknown:
             names = ", ".join(Limits.__annotations__)
             raise TypeError(f"Unknown argument: {min(unknown)}. A call takes {names}.")
-        merged = Limits(threshold=self.threshold, top_n=self.top_n, min_docs=self.min_docs)
-        merged.update(limits)
-        check_limits(**merged)
-        return merged
-
-    @property
-    def _reading(self) -> ReadingOptions:
-        return ReadingOptions(
-            extract=self.extract,
-            context=self.context,
-            heading=self.heading,
-            long_documents=self.long_documents,
-        )
-
-    def _begin(self, query: str, texts: Sequence[str], limits: Limits) -> Future[RankResult]:
-        """Begin `Reranker.rank` with these limits and this adapter's other settings."""
-        options = {**limits, **self._reading, "long_queries": self.long_queries}
-        return self._start(query, texts, options)
+        options = {name: getattr(self, name) for name in RankOptions.__annotations__}
+        options.update(limits)
+        check_limits(options["threshold"], options["top_n"], options["min_docs"])
+        return options
 
     def _rank(self, query: str, texts: Sequence[str], limits: Limits) -> RankResult:
-        """Rank and wait. Without documents, no model is needed."""
+        """Rank and wait; errors as `_options`. Without documents, no model is needed."""
+        options = self._options(limits)
         if not texts:
             return RankResult(query, None, (), ())
         try:
-            future = self._begin(query, texts, limits)
+            future = self._start(query, texts, options)
             try:
                 result = future.result()
             finally:
                 # Has an effect only if the waiting was interrupted.
                 future.cancel()
         except Exception as error:
-            return self._unranked(error, query, texts, limits)
-        return self._checked(result, limits)
+            return self._unranked(error, query, texts, options["top_n"])
+        return self._checked(result, options)
 
     async def _arank(self, query: str, texts: Sequence[str], limits: Limits) -> RankResult:
         """As `_rank`, without blocking the event loop. A cancelled call leaves the queue."""
+        options = self._options(limits)
         if not texts:
             return RankResult(query, None, (), ())
         try:
-            result = await asyncio.wrap_future(self._begin(query, texts, limits))
+            result = await asyncio.wrap_future(self._start(query, texts, options))
         except Exception as error:
-            return self._unranked(error, query, texts, limits)
-        return self._checked(result, limits)
+            return self._unranked(error, query, texts, options["top_n"])
+        return self._checked(result, options)
 
     def _unranked(
-        self, error: Exception, query: str, texts: Sequence[str], limits: Limits
+        self, error: Exception, query: str, texts: Sequence[str], top_n: int | None
     ) -> Unranked:
         """The documents in the order they came, if ``on_error`` is "keep"; else raise the error."""
         if self.on_error == "raise" or isinstance(error, CancelledError):
@@ -346,12 +348,13 @@ class RerankerAdapter(ModelAdapter):
             exc_info=None if isinstance(error, RSRankError) else error,
         )
         documents = tuple(RankedDocument(index, text, math.nan) for index, text in enumerate(texts))
-        count = limits["top_n"] or len(documents)
+        count = top_n or len(documents)
         return Unranked(query, None, documents[:count], documents[count:], error)
 
-    def _checked(self, result: RankResult, limits: Limits) -> RankResult:
+    def _checked(self, result: RankResult, options: Mapping[str, Any]) -> RankResult:
         """The result. It is an InputError if neither a threshold nor ``top_n`` drops anything."""
-        if result.threshold is None and limits["threshold"] == "native" and limits["top_n"] is None:
+        nothing_drops = options["threshold"] == "native" and options["top_n"] is None
+        if result.threshold is None and nothing_drops:
             raise InputError(
                 f"{self.model_label} has no native threshold: nothing in its scores separates "
                 "relevant from irrelevant documents. Give a threshold, a top_n, or threshold=None "
@@ -359,10 +362,6 @@ class RerankerAdapter(ModelAdapter):
             )
         if result.query_truncated:
             logger.warning("The query is too long; its first and its last part were read.")
-        documents = (*result.kept, *result.dropped)
-        blank = sum(not document.text.strip() for document in documents)
-        if blank:
-            logger.warning("%d of %d documents hold no text to score.", blank, len(documents))
         if self.mode == "shadow":
             shadow.log(result)
             result = shadow.everything(result)

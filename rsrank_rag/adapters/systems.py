@@ -119,18 +119,13 @@ def load(source: ModelSource) -> Reranker:
         InputError: The name is not how a system is written, or a setting is only for RSRank.
         RSRankError: The reranker cannot be loaded.
     """
-    kind, name = parse(source.name)
-    if kind is None:
-        return _ranker(source)
-    _check_settings(source)
-    return kind.load(replace(source, name=name))
-
-
-def _ranker(source: ModelSource) -> Reranker:
     from ..artifact import hub
     from ..rsrank import RSRank
 
-    name = source.name
+    kind, name = parse(source.name)
+    if kind is not None:
+        _check_settings(source)
+        return kind.load(replace(source, name=name))
     try:
         return RSRank.from_source(source)
     except ArtifactError as error:

@@ -7,7 +7,6 @@ in the thread, so that no lock is held while a model loads.
 import gc
 import os
 import sys
-import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,50 +20,9 @@ from .systems import load
 
 Result = TypeVar("Result")
 
-
-class Worker:
-    """A thread and the model that it loaded."""
-
-    def __init__(self) -> None:
-        self.loaded: Reranker | None = None
-        self.start_thread()
-
-    def start_thread(self) -> None:
-        """Start an empty queue for this process."""
-        self.process = os.getpid()
-        self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rsrank")
-
-    def run(
-        self,
-        source: ModelSource | Reranker,
-        instruction: str | None,
-        task: Callable[[Reranker], Result],
-    ) -> Result:
-        """Run a task with the model, which is loaded if it is not."""
-        if isinstance(source, Reranker):
-            reranker = source
-        else:
-            if self.loaded is None:
-                with needs_torch():
-                    self.loaded = load(source)
-            reranker = self.loaded
-        if instruction is not None:
-            reranker = reranker.with_instruction(instruction)
-        return task(reranker)
-
-    def unload(self) -> None:
-        """Free the model and its memory on the device."""
-        self.loaded = None
-        # Loading leaves reference cycles, which hold the model until they are collected.
-        gc.collect()
-        torch = sys.modules.get("torch")
-        if torch is not None and torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
-
-
-_workers: dict[ModelSource | int, Worker] = {}
-# By process id: a forked child must not wait for a lock that a thread of its parent held.
-_locks: dict[int, threading.Lock] = {}
+# By process id, too: a forked child has its parent's models, and none of its parent's threads.
+_threads: dict[tuple[int, ModelSource | int], ThreadPoolExecutor] = {}
+_models: dict[ModelSource, Reranker] = {}
 
 
 def submit(
@@ -77,9 +35,7 @@ def submit(
     The future holds the task's result, or the error that the task or the loading raised. After a
     failed loading, the next task loads again. A `Reranker` object has a thread of its own, too.
     """
-    with _lock():
-        worker = _worker(source)
-        return worker.thread.submit(copy_context().run, worker.run, source, instruction, task)
+    return _thread(source).submit(copy_context().run, _run, source, instruction, task)
 
 
 def close(source: ModelSource | Reranker) -> None:
@@ -87,35 +43,50 @@ def close(source: ModelSource | Reranker) -> None:
 
     The next task loads the model again. A `Reranker` object belongs to its maker and stays.
     """
-    if isinstance(source, Reranker):
-        return
-    with _lock():
-        if source not in _workers:
-            return
-        worker = _worker(source)
-        unloaded = worker.thread.submit(worker.unload)
-    unloaded.result()
+    if not isinstance(source, Reranker):
+        _thread(source).submit(_unload, source).result()
 
 
-def _lock() -> threading.Lock:
-    return _locks.setdefault(os.getpid(), threading.Lock())
-
-
-def _key(source: ModelSource | Reranker) -> ModelSource | int:
-    if isinstance(source, Reranker):
-        return id(source)
-    return source
-
-
-def _worker(source: ModelSource | Reranker) -> Worker:
-    key = _key(source)
-    worker = _workers.get(key)
-    if worker is None:
-        worker = _workers[key] = Worker()
+def _thread(source: ModelSource | Reranker) -> ThreadPoolExecutor:
+    owner: ModelSource | int = id(source)
+    if not isinstance(source, Reranker):
+        owner = source
+    key = (os.getpid(), owner)
+    if key not in _threads:
+        # Of two callers at the same time, the second gets the thread of the first. This needs no
+        # lock, which a forked child could inherit while it is held.
+        _threads.setdefault(key, ThreadPoolExecutor(max_workers=1, thread_name_prefix="rsrank"))
         if isinstance(source, Reranker):
             # The thread ends with its reranker.
-            weakref.finalize(source, _workers.pop, key, None)
-    if worker.process != os.getpid():
-        # A forked child inherits the model, and none of the threads.
-        worker.start_thread()
-    return worker
+            weakref.finalize(source, _threads.pop, key, None)
+    return _threads[key]
+
+
+def _run(
+    source: ModelSource | Reranker,
+    instruction: str | None,
+    task: Callable[[Reranker], Result],
+) -> Result:
+    """Run a task with the model, which is loaded if it is not."""
+    if isinstance(source, Reranker):
+        reranker = source
+    else:
+        if source not in _models:
+            with needs_torch():
+                _models[source] = load(source)
+        reranker = _models[source]
+    if instruction is not None:
+        reranker = reranker.with_instruction(instruction)
+    return task(reranker)
+
+
+def _unload(source: ModelSource) -> None:
+    """Free a model and its memory on the device."""
+    if source not in _models:
+        return
+    del _models[source]
+    # Loading leaves reference cycles, which hold the model until they are collected.
+    gc.collect()
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()

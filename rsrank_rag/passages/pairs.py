@@ -18,7 +18,7 @@ from .parts import (
     sentences,
     windows,
 )
-from .ranked import BLANK_SCORE, Scored, blanks_last
+from .ranked import BLANK_SCORE, Scored
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,26 +64,33 @@ def score_in_parts(
     parts: list[Pair] = []
     owners: list[int] = []
     for index, pair in enumerate(pairs):
-        for start, stop in spans[index]:
-            parts.append(replace(pair, document=pair.document[start:stop], reading=WHOLE))
-            owners.append(index)
+        parts += parts_of(pair, spans[index])
+        owners += [index] * len(spans[index])
     try:
         scored = score(parts)
     except ScoringError as error:
         error.move_to(owners[error.index])
         raise
     by_pair: list[list[Scored]] = [[] for _ in pairs]
-    texts = [part.document for part in parts]
-    for index, one in zip(owners, blanks_last(texts, scored), strict=True):
-        by_pair[index].append(one)
+    for owner, one in zip(owners, scored, strict=True):
+        by_pair[owner].append(one)
     return [combined(*one) for one in zip(pairs, spans, by_pair, strict=True)]
+
+
+def parts_of(pair: Pair, spans: Sequence[Span]) -> list[Pair]:
+    """The parts of a document, or of a segment of it, as pairs whose documents are read whole."""
+    if pair.reading == WHOLE:
+        return [pair]
+    return [
+        replace(pair, document=pair.document[start:stop], reading=WHOLE) for start, stop in spans
+    ]
 
 
 def spans_of(pair: Pair, token_ends: TokenEnds) -> list[Span]:
     """Spans of the parts of a document, or of its first ``max_tokens`` tokens; raises as `cut`."""
-    segment = cut(pair, token_ends)
-    spans = segment.spans
-    while not segment.is_last:
+    spans: list[Span] = []
+    segment = None
+    while segment is None or not segment.is_last:
         segment = cut(pair, token_ends, segment)
         spans += segment.spans
     return spans
@@ -171,17 +178,15 @@ def combined(pair: Pair, spans: Sequence[Span], parts: Sequence[Scored]) -> Scor
         range(len(parts)),
         key=lambda place: (not math.isfinite(parts[place].score), parts[place].score),
     )
-    window, sentences = None, []
-    if pair.reading.extract:
-        for (start, stop), part in zip(spans, parts, strict=True):
-            sentences.append(Excerpt(start, stop, part.score, pair.document[start:stop]))
-    else:
-        window = Window(*spans[best], len(spans))
     end_was_cut = spans[-1][1] < len(pair.document.rstrip())
-    return Scored(
+    scored = Scored(
         parts[best].score,
         truncated=end_was_cut or any(part.truncated for part in parts),
         tokens=sum(part.tokens for part in parts),
-        window=window,
-        sentences=tuple(sentences),
     )
+    if not pair.reading.extract:
+        return replace(scored, window=Window(*spans[best], len(spans)))
+    excerpts = []
+    for (start, stop), part in zip(spans, parts, strict=True):
+        excerpts.append(Excerpt(start, stop, part.score, pair.document[start:stop]))
+    return replace(scored, sentences=tuple(excerpts))

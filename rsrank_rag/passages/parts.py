@@ -8,7 +8,7 @@ from typing import Any, Literal, TypedDict
 
 from typing_extensions import Self
 
-from ..errors import InputError, needs
+from ..errors import InputError, check_choice, check_count, needs
 
 Span = tuple[int, int]
 """From a character to before another."""
@@ -68,16 +68,9 @@ class Reading:
     long_documents: Literal["cut", "windows"] = "cut"
 
     def __post_init__(self) -> None:
-        if self.extract not in (None, "sentences"):
-            raise InputError(f"extract must be 'sentences' or None, got {self.extract!r}.")
-        if self.long_documents not in ("cut", "windows"):
-            raise InputError(
-                f"long_documents must be 'cut' or 'windows', got {self.long_documents!r}."
-            )
-        if isinstance(self.context, bool) or not isinstance(self.context, int) or self.context < 0:
-            raise InputError(
-                f"context must be a number of sentences, 0 or more, got {self.context!r}."
-            )
+        check_choice("extract", self.extract, "sentences", None)
+        check_choice("long_documents", self.long_documents, "cut", "windows")
+        check_count("context", self.context, 0)
         if self.extract is None and (self.context or self.heading):
             raise InputError("context and heading have no effect without extract='sentences'.")
 

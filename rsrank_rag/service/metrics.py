@@ -27,7 +27,6 @@ COUNTERS = {
     "late_requests": "Requests that were not answered in time.",
     "tokens": "Tokens read.",
     "restarts": "Times that the model's process was replaced.",
-    "memory_retries": "Batches halved because memory ran out.",
     "prefix_misses": "Documents whose prefix was not cached.",
     "prefix_evictions": "Prefixes that had to leave the cache.",
     "prefix_corrupt": "Damaged files of prefixes.",

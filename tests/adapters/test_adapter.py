@@ -80,7 +80,7 @@ class Overlap(Reranker):
 
 def waiting(made):
     """Calls in an adapter's queue that have not begun."""
-    return worker._workers[worker._key(made._source())].thread._work_queue.qsize()
+    return worker._thread(made._source())._work_queue.qsize()
 
 
 def until(condition):
@@ -121,11 +121,8 @@ def loads(monkeypatch):
 @pytest.fixture(autouse=True)
 def _no_model_stays():
     yield
-    for key in [key for key in worker._workers if isinstance(key, worker.ModelSource)]:
-        worker.close(key)
-        del worker._workers[
-            key
-        ]  # or each test after this one would close it again, which takes a collection
+    for source in list(worker._models):
+        worker.close(source)
 
 
 def test_adapters_are_made_and_written_down_without_torch():
@@ -214,7 +211,7 @@ def test_a_used_adapter_is_written_down_without_its_model_and_shows_no_progress_
     made = adapter(model=artifact, device="cpu", dtype="float32")
     made.warm_up()
     assert "Loading weights" not in "".join(capfd.readouterr())
-    assert worker._workers[made._source()].loaded is not None
+    assert made._source() in worker._models
     assert len(pickle.dumps(made)) < 2000
 
 
@@ -338,7 +335,7 @@ def test_close_frees_the_model_and_the_next_call_loads_it_again(artifact, loads)
     gc.collect()
     assert freed() is None
     made.close()  # nothing left to close
-    assert made._rank(QUERY, DOCUMENTS, made._limits({})).query == QUERY
+    assert made._rank(QUERY, DOCUMENTS, {}).query == QUERY
     assert len(loads) == 2
 
 
@@ -347,10 +344,7 @@ def test_a_call_that_comes_while_the_model_is_being_closed_waits_for_it(loads, m
     reranker.gate.clear()
     monkeypatch.setattr(worker, "load", lambda source: loads.append(source) or reranker)
     made = RSRankCompressor(model="some/model")
-    calls = [
-        threading.Thread(target=made._rank, args=(QUERY, DOCUMENTS, made._limits({})))
-        for _ in range(2)
-    ]
+    calls = [threading.Thread(target=made._rank, args=(QUERY, DOCUMENTS, {})) for _ in range(2)]
     closing = threading.Thread(target=made.close)
     calls[0].start()
     until(lambda: reranker.running)
@@ -414,14 +408,14 @@ def test_a_model_never_runs_twice_at_the_same_time_whoever_calls():
     made = RSRankCompressor(model=reranker)
 
     def call():
-        made._rank(QUERY, DOCUMENTS, made._limits({}))
+        made._rank(QUERY, DOCUMENTS, {})
 
     threads = [threading.Thread(target=call) for _ in range(16)]
     for thread in threads:
         thread.start()
 
     async def beside():
-        await asyncio.gather(*(made._arank(QUERY, DOCUMENTS, made._limits({})) for _ in range(16)))
+        await asyncio.gather(*(made._arank(QUERY, DOCUMENTS, {}) for _ in range(16)))
 
     asyncio.run(beside())
     for thread in threads:
@@ -461,12 +455,10 @@ async def test_a_cancelled_call_gives_up_its_place_in_the_queue(adapter):
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_forked_process_can_go_on_using_an_adapter():
     made = RSRankCompressor(model=Overlap(), threshold=None)
-    expected = made._rank(QUERY, DOCUMENTS, made._limits({}))
+    expected = made._rank(QUERY, DOCUMENTS, {})
     context = multiprocessing.get_context("fork")
     answers = context.SimpleQueue()
-    child = context.Process(
-        target=lambda: answers.put(made._rank(QUERY, DOCUMENTS, made._limits({})))
-    )
+    child = context.Process(target=lambda: answers.put(made._rank(QUERY, DOCUMENTS, {})))
     child.start()
     child.join(120)
     assert child.exitcode == 0
@@ -474,21 +466,34 @@ def test_a_forked_process_can_go_on_using_an_adapter():
 
 
 def test_limits_of_a_call_replace_those_of_the_adapter_one_by_one():
-    made = RerankerAdapter(model=Overlap(), threshold=1.0, top_n=3)
-    assert RerankerAdapter()._limits({}) == {"threshold": "native", "top_n": None, "min_docs": 0}
-    assert made._limits({}) == {"threshold": 1.0, "top_n": 3, "min_docs": 0}
-    assert made._limits({"threshold": None}) == {"threshold": None, "top_n": 3, "min_docs": 0}
-    assert made._limits({"threshold": 0.0, "top_n": None}) == {
-        "threshold": 0.0,
-        "top_n": None,
+    made = RerankerAdapter(
+        model=Overlap(), threshold=1.0, top_n=3, heading=True, extract="sentences"
+    )
+
+    def limits_of(adapter, **limits):
+        options = adapter._options(limits)
+        return options["threshold"], options["top_n"], options["min_docs"]
+
+    assert limits_of(RerankerAdapter()) == ("native", None, 0)
+    assert limits_of(made) == (1.0, 3, 0)
+    assert limits_of(made, threshold=None) == (None, 3, 0)
+    assert limits_of(made, threshold=0.0, top_n=None) == (0.0, None, 0)
+    assert made._options({}) == {
+        "threshold": 1.0,
+        "top_n": 3,
         "min_docs": 0,
+        "extract": "sentences",
+        "context": 0,
+        "heading": True,
+        "long_documents": None,
+        "long_queries": "cut",
     }
     with pytest.raises(
         TypeError, match=r"Unknown argument: k\. A call takes threshold, top_n, min_docs"
     ):
-        made._limits({"k": 3})
+        made._options({"k": 3})
     with pytest.raises(InputError, match="min_docs=4 asks for more documents than top_n=3"):
-        made._limits({"min_docs": 4})
+        made._options({"min_docs": 4})
     for wrong in (
         {"top_n": 2.5},
         {"top_n": "3"},
@@ -497,7 +502,7 @@ def test_limits_of_a_call_replace_those_of_the_adapter_one_by_one():
         {"threshold": True},
     ):
         with pytest.raises(InputError, match=f"{next(iter(wrong))} must be a (whole )?number"):
-            made._limits(wrong)
+            made._options(wrong)
 
 
 @both
@@ -533,7 +538,7 @@ def test_options_of_loading_are_one_declaration():
 def test_an_adapter_takes_every_system_by_the_name_it_is_measured_by(tmp_path, loads):
     pytest.importorskip("bm25s")
     made = RerankerAdapter(model="bm25", top_n=1)
-    assert made._rank(QUERY, DOCUMENTS, made._limits({})).texts == DOCUMENTS[:1]
+    assert made._rank(QUERY, DOCUMENTS, {}).texts == DOCUMENTS[:1]
     for settings, error, message in (
         ({"model": "bm25", "prefix_cache": "1MB"}, InputError, "prefix_cache would have no effect"),
         ({"model": "cross-encoder"}, InputError, "Write cross-encoder:NAME"),
@@ -601,15 +606,9 @@ def test_other_metadata_are_read_if_they_are_named_and_none_if_none_is(adapter):
     assert read_by(adapter, passage, extract="sentences") == ["text"]
 
 
-def test_documents_without_text_are_counted_in_a_warning(caplog):
-    made = RerankerAdapter(model=Overlap())
-    made._rank("a b", ["a b", " "], made._limits({}))
-    assert caplog.messages == ["1 of 2 documents hold no text to score."]
-
-
 def test_a_model_name_that_is_a_loaded_ranker_scores_as_itself(ranker):
     made = RerankerAdapter(model=ranker)
-    assert made._rank(QUERY, DOCUMENTS, made._limits({})) == ranker.rank(QUERY, DOCUMENTS)
+    assert made._rank(QUERY, DOCUMENTS, {}) == ranker.rank(QUERY, DOCUMENTS)
     assert isinstance(made.model, RSRank)
 
 
@@ -816,7 +815,7 @@ async def test_a_remote_reranker_as_model_is_not_queued_either(adapter, service)
     made.warm_up()
     service.together = 5
     await asyncio.gather(*(scores(made, QUERY, DOCUMENTS) for _ in range(8)))
-    assert id(made.model) not in worker._workers
+    assert id(made.model) not in {owner for _, owner in worker._threads}
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

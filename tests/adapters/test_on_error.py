@@ -218,7 +218,7 @@ async def test_who_stops_a_call_is_obeyed(adapter, asynchronous, caplog):
     for stop in (KeyboardInterrupt(), SystemExit(3), CancelledError()):
         made = adapter(model=Failing(stop), on_error="keep")
         with pytest.raises(CancelledError if isinstance(stop, CancelledError) else type(stop)):
-            made._rank(QUERY, DOCUMENTS, made._limits({}))
+            made._rank(QUERY, DOCUMENTS, {})
     if asynchronous:
         begun, go_on = threading.Event(), threading.Event()
 

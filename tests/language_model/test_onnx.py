@@ -256,10 +256,9 @@ def test_memory_that_runs_out_halves_the_batch(exact, monkeypatch):
             session._session = real
 
     expected = exact.score(DANCE, PASSAGES)
-    before = exact.stats()["memory_retries"]
     monkeypatch.setattr(onnx_runtime.Session, "run", once)
     np.testing.assert_allclose(exact.score(DANCE, PASSAGES), expected, rtol=0, atol=NEIGHBOURS)
-    assert exact.stats()["memory_retries"] == before + 1
+    assert not failures
 
 
 def test_the_number_of_threads_is_that_of_openmp(monkeypatch):

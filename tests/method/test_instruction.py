@@ -191,10 +191,10 @@ def adapters():
 def test_adapters_pass_an_instruction_on_and_dump_it(adapters):
     for adapter in adapters:
         found = adapter(model=Instructed(), instruction="one two three")
-        assert found._rank("q", ["a"], found._limits({})).kept[0].score == 3
+        assert found._rank("q", ["a"], {}).kept[0].score == 3
         refused = adapter(model=Words(), instruction="one")
         with pytest.raises(InputError, match="Words takes none"):
-            refused._rank("q", ["a"], refused._limits({}))
+            refused._rank("q", ["a"], {})
         with pytest.raises(InputError, match="Words takes none"):
             refused.warm_up()
         assert adapter(**adapter(instruction="one").model_dump()).instruction == "one"

@@ -226,9 +226,9 @@ def test_the_best_window_is_the_documents_score():
         ({"extract": "words"}, "extract must be 'sentences' or None, got 'words'"),
         (
             {"extract": "sentences", "context": -1},
-            "context must be a number of sentences, 0 or more, got -1",
+            "context must be a whole number of at least 0, got -1",
         ),
-        ({"extract": "sentences", "context": True}, "context must be a number"),
+        ({"extract": "sentences", "context": True}, "context must be a whole number"),
         ({"context": 1}, "no effect without extract"),
         ({"heading": True}, "no effect without extract"),
         ({"long_documents": "all"}, "long_documents must be 'cut' or 'windows', got 'all'"),

@@ -736,7 +736,7 @@ def keep_prefixes(ranker, choice):
     ranker.cache = ranker.reader.cache = CachedPrefixes({}, tiers)
 
 
-async def test_a_real_models_prefixes_and_memory_retries_are_counted(tiny_folder):
+async def test_a_real_models_prefixes_are_counted(tiny_folder):
     own = load_ranker(tiny_folder("qwen3"), "qwen3")
     keep_prefixes(own, True)
     async with serving(own) as http:
@@ -749,7 +749,6 @@ async def test_a_real_models_prefixes_and_memory_retries_are_counted(tiny_folder
     assert found["rsrank_prefix_hits_total", ("place", "device")] == 2
     size = found["rsrank_prefix_bytes", ("place", "device")]
     assert 0 < size < found["rsrank_prefix_limit_bytes", ("place", "device")]
-    assert found["rsrank_memory_retries_total",] == 0
 
 
 @pytest.mark.parametrize(("separate", "expected"), [(True, [0, 0, 1, 2]), (False, [0, 1, 2, 3])])
