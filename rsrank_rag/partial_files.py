@@ -14,11 +14,6 @@ from uuid import uuid4
 A_DAY = 24 * 3600
 
 
-def partial_of(path: Path) -> Path:
-    """The path of an incomplete file, which no other writer uses."""
-    return path.with_suffix(f".{uuid4().hex}.partial")
-
-
 def is_stale(partial: Path) -> bool:
     """Whether a partial file or folder is older than a day: its writer must have been killed."""
     try:
@@ -34,7 +29,8 @@ def appearing(path: Path) -> Iterator[Path]:
 
     If the block fails, the partial file is removed, so that a full disk is not filled further.
     """
-    partial = partial_of(path)
+    # No other writer uses this name.
+    partial = path.with_suffix(f".{uuid4().hex}.partial")
     try:
         yield partial
         partial.replace(path)

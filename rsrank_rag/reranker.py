@@ -61,16 +61,6 @@ class Reranker(ABC):
     long_documents: Literal["cut", "windows"] = "cut"
     """How `rank` reads documents that are too long for the model, by default."""
 
-    def with_instruction(self, instruction: str) -> Self:
-        """The same reranker with another instruction.
-
-        Raises:
-            InputError: This reranker takes none.
-        """
-        raise InputError(
-            f"An instruction was given, and {type(self).__name__} takes none. Leave it out."
-        )
-
     def with_salt(self, salt: str) -> Self:
         """The same reranker with a prefix cache that only callers with the same salt share."""
         return self

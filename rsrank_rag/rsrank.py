@@ -48,9 +48,6 @@ CACHED_BUDGETS = 8
 # `mini` on a CPU.
 READ_PER_TOKEN = 25
 
-# Instructions whose tokenised template is remembered, before all are forgotten.
-INSTRUCTIONS = 16
-
 
 class RSRank(Pretrained, Reranker):
     """Keeps the documents that shift a query's value vectors the way relevant ones do.
@@ -92,7 +89,6 @@ class RSRank(Pretrained, Reranker):
         if deterministic:
             # One row a batch: no number depends on the other rows.
             self.token_budget = 1
-        self._by_instruction: dict[str, Self] = {}
 
     def __repr__(self) -> str:
         dtype = str(self.backbone.dtype)
@@ -249,50 +245,15 @@ class RSRank(Pretrained, Reranker):
             matches=tuple(similarity[1:].tolist()) if similarity[1:].any() else (),
         )
 
-    def with_instruction(self, instruction: str) -> Self:
-        """A ranker with another instruction, if the artifact's template has a place for one.
-
-        It shares the model, B, and the prefix cache, in which each instruction has its own entries.
-
-        Raises:
-            InputError: The artifact takes none, or the instruction is blank, too long or holds a
-                special token.
-        """
-        view = self._by_instruction.get(instruction)
-        if view is not None:
-            return view
-        template = self.config.template.with_instruction(instruction)
-        for token in self.prompts.added_tokens:
-            # It would be read as a special token, as those of the template are.
-            if token in instruction:
-                raise InputError(
-                    f"An instruction must be plain text, and this one holds {token!r}."
-                )
-        prompts = PromptTokenizer(
-            self.prompts.tokenizer,
-            template,
-            max_length=self.prompts.max_length,
-            shared_positions=self.prompts.shared_positions,
-        )
-        view = self._view(prompts, self.cache)
-        if len(self._by_instruction) >= INSTRUCTIONS:
-            self._by_instruction.clear()
-        self._by_instruction[instruction] = view
-        return view
-
     def with_salt(self, salt: str) -> Self:
-        """See `Reranker.with_salt`."""
-        return self._view(self.prompts, self.cache.with_salt(salt))
-
-    def _view(self, prompts: PromptTokenizer, cache: CachedPrefixes) -> Self:
-        """A ranker that shares the model and B."""
+        """See `Reranker.with_salt`. The ranker shares the model and B."""
         view = type(self)(
             self.backbone,
-            prompts,
+            self.prompts,
             self.projection,
             self.config,
             token_budget=self.token_budget,
-            prefix_cache=cache,
+            prefix_cache=self.cache.with_salt(salt),
         )
         view.name = self.name
         return view

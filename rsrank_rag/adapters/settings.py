@@ -9,7 +9,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from operator import methodcaller
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -122,8 +122,6 @@ class ModelAdapter(LoadSettings):
         default=None, exclude=True, repr=False
     )
     """The service's key. Default: RSRANK_API_KEY at the time of a call. Never written down."""
-    instruction: str | None = Field(default=None, pattern=r"\S")
-    """What to judge by, for a model that takes an instruction."""
     timeout: float = Field(default=60.0, gt=0, allow_inf_nan=False)
     """Seconds for a call with its retries."""
     max_retries: int = Field(default=3, ge=0, strict=True)
@@ -135,7 +133,7 @@ class ModelAdapter(LoadSettings):
         self.load_options()
         changed = set()
         for name, field in ModelAdapter.model_fields.items():
-            if name not in ("model", "instruction") and getattr(self, name) != field.default:
+            if name != "model" and getattr(self, name) != field.default:
                 changed.add(name)
         if isinstance(self.model, Reranker):
             reason = f"The model is a {type(self.model).__name__} that is already loaded"
@@ -191,7 +189,7 @@ class ModelAdapter(LoadSettings):
         """Load the model now instead of at the first call, or wait until the service is ready."""
         remote = self._remote()
         if remote is None:
-            worker.submit(self._source(), self.instruction, type).result()
+            worker.submit(self._source(), type).result()
         else:
             remote.warm_up()
 
@@ -225,22 +223,18 @@ class ModelAdapter(LoadSettings):
 
     def _remote(self) -> "RemoteReranker | None":
         """The client of a service, whose calls need no queue; None for a model of this process."""
-        remote: Any = self.model
-        if self.base_url is not None:
-            from ..remote.client import RemoteReranker
+        if self.base_url is None:
+            model: Any = self.model
+            return model if hasattr(model, "start") else None
+        from ..remote.client import RemoteReranker
 
-            remote = RemoteReranker(
-                self.base_url,
-                model=self._service_model,
-                api_key=self.api_key,
-                timeout=self.timeout,
-                max_retries=self.max_retries,
-            )
-        elif not hasattr(remote, "start"):
-            return None
-        if self.instruction is not None:
-            remote = remote.with_instruction(self.instruction)
-        return cast("RemoteReranker", remote)
+        return RemoteReranker(
+            self.base_url,
+            model=self._service_model,
+            api_key=self.api_key,
+            timeout=self.timeout,
+            max_retries=self.max_retries,
+        )
 
     def _start(
         self, query: str, texts: Sequence[str], options: Mapping[str, Any]
@@ -250,7 +244,7 @@ class ModelAdapter(LoadSettings):
         if remote is not None:
             return remote.start(query, texts, **options)
         task = methodcaller("rank", query, texts, **options)
-        return worker.submit(self._source(), self.instruction, task)
+        return worker.submit(self._source(), task)
 
 
 class RerankerAdapter(ModelAdapter):

@@ -25,17 +25,13 @@ _threads: dict[tuple[int, ModelSource | int], ThreadPoolExecutor] = {}
 _models: dict[ModelSource, Reranker] = {}
 
 
-def submit(
-    source: ModelSource | Reranker,
-    instruction: str | None,
-    task: Callable[[Reranker], Result],
-) -> Future[Result]:
+def submit(source: ModelSource | Reranker, task: Callable[[Reranker], Result]) -> Future[Result]:
     """Queue a task for a model's thread. It gets the model and the caller's context variables.
 
     The future holds the task's result, or the error that the task or the loading raised. After a
     failed loading, the next task loads again. A `Reranker` object has a thread of its own, too.
     """
-    return _thread(source).submit(copy_context().run, _run, source, instruction, task)
+    return _thread(source).submit(copy_context().run, _run, source, task)
 
 
 def close(source: ModelSource | Reranker) -> None:
@@ -62,22 +58,14 @@ def _thread(source: ModelSource | Reranker) -> ThreadPoolExecutor:
     return _threads[key]
 
 
-def _run(
-    source: ModelSource | Reranker,
-    instruction: str | None,
-    task: Callable[[Reranker], Result],
-) -> Result:
+def _run(source: ModelSource | Reranker, task: Callable[[Reranker], Result]) -> Result:
     """Run a task with the model, which is loaded if it is not."""
     if isinstance(source, Reranker):
-        reranker = source
-    else:
-        if source not in _models:
-            with needs_torch():
-                _models[source] = load(source)
-        reranker = _models[source]
-    if instruction is not None:
-        reranker = reranker.with_instruction(instruction)
-    return task(reranker)
+        return task(source)
+    if source not in _models:
+        with needs_torch():
+            _models[source] = load(source)
+    return task(_models[source])
 
 
 def _unload(source: ModelSource) -> None:

@@ -30,9 +30,6 @@ System = Annotated[
 Revision = Annotated[str | None, Option(help="Commit, tag or branch on the Hub.")]
 Query = Annotated[str, Option("--query", "-q", help="The question.")]
 Documents = Annotated[str, Option("--documents", "-d", help="A file, or - for standard input.")]
-Instruction = Annotated[
-    str | None, Option(help="The criterion, for a model that takes an instruction.")
-]
 AsJson = Annotated[bool, Option("--json", help="Print JSON instead of a table.")]
 
 

@@ -24,7 +24,6 @@ from ..reranker import RankResult
 from .options import (
     AsJson,
     Documents,
-    Instruction,
     Model,
     Query,
     Revision,
@@ -120,7 +119,6 @@ def rank(
     keep_all: Annotated[bool, Option("--keep-all", help="Rank only, drop nothing.")] = False,
     top_n: Annotated[int | None, Option(help="Keep at most this many.")] = None,
     min_docs: Annotated[int, Option(help="Keep at least the best this many.")] = 0,
-    instruction: Instruction = None,
     extract: Annotated[
         Literal["sentences"] | None, Option(help="Keep of each document those that score above.")
     ] = None,
@@ -139,8 +137,6 @@ def rank(
     source = ModelSource(model, revision, load, prefix_cache=_prefix_cache(prefixes))
     with problems.status(f"Loading {model} ..."):
         ranker = load_reranker(source)
-        if instruction is not None:
-            ranker = ranker.with_instruction(clean(instruction))
     selection: dict[str, Any] = {}
     if keep_all:
         selection["threshold"] = None
@@ -188,7 +184,6 @@ def explain(
     load: LoadOptions,
     model: Model = "mini",
     revision: Revision = None,
-    instruction: Instruction = None,
     as_json: AsJson = False,
 ) -> None:
     """Show where a score comes from: its exact parts per query token and per layer (L1, L2, ...).
@@ -196,8 +191,6 @@ def explain(
     `rsrank explain -q "How do bees find flowers?" --document "Bees find them by their colour."`
     """
     ranker = _load(ModelSource(model, revision, load))
-    if instruction is not None:
-        ranker = ranker.with_instruction(clean(instruction))
     explanation = ranker.explain(clean(query), clean(document))
     if as_json:
         fields = asdict(explanation)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .formula import Weights
     from .projection import Projection
 
-# Null prefixes that are remembered: one for each instruction in use.
+# Null prefixes that are remembered: one for each template in use.
 NULL_PREFIXES = 32
 
 

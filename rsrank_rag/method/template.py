@@ -51,30 +51,6 @@ class Template(BaseModel, extra="forbid", frozen=True):
     )
     suffix: str = ""
     positions: Literal["query", "suffix", "query+suffix"] = "query"
-    instructed: str | None = Field(
-        default=None,
-        exclude_if=lambda value: value is None,
-        pattern=r"\{instruction\}",
-        description="For a call with an instruction: the text with {instruction} in its place. "
-        "None: no call may have one.",
-    )
-
-    def with_instruction(self, instruction: str) -> Template:
-        """The template for calls with this instruction.
-
-        Raises:
-            InputError: The artifact takes none, or the instruction is blank.
-        """
-        if self.instructed is None:
-            raise InputError(
-                "An instruction was given, and this artifact takes none: B, and zero as its "
-                "threshold, are calibrated for one prompt. Leave the instruction out, or load an "
-                "artifact whose template has a place for it."
-            )
-        if not instruction.strip():
-            raise InputError("An instruction was given, and it is blank. Leave it out.")
-        text = self.instructed.replace("{instruction}", instruction)
-        return self.model_copy(update={"instruction": text})
 
 
 @dataclass(frozen=True)
@@ -217,11 +193,6 @@ class PromptTokenizer:
     def vocabulary(self) -> int:
         """The number of token ids."""
         return int(self._text.get_vocab_size())
-
-    @property
-    def added_tokens(self) -> list[str]:
-        """Special tokens and the like, which are read as a whole."""
-        return [token.content for token in self._text.get_added_tokens_decoder().values()]
 
     @property
     def null_prefix(self) -> tuple[int, ...]:

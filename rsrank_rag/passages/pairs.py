@@ -30,7 +30,6 @@ class Pair:
         document: The document.
         max_tokens: Read at most so many of the document's tokens; None for as many as fit.
         reading: Heeded by `score_in_parts` only.
-        instruction: Heeded by a service only.
         salt: Heeded by a service only.
         cut_query: Heeded by a service only: of a query that is too long, read two parts.
     """
@@ -39,7 +38,6 @@ class Pair:
     document: str
     max_tokens: int | None = None
     reading: Reading = WHOLE
-    instruction: str | None = None
     salt: str = ""
     cut_query: bool = True
 

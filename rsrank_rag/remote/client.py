@@ -1,7 +1,6 @@
 """A reranker whose model is in a service (``rsrank serve``), which many applications can share."""
 
 import asyncio
-import copy
 import math
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -9,7 +8,7 @@ from operator import attrgetter
 from typing import Literal
 
 from pydantic import SecretStr
-from typing_extensions import Self, Unpack
+from typing_extensions import Unpack
 
 from ..errors import InputError
 from ..passages.parts import Reading, ReadingOptions
@@ -67,7 +66,6 @@ class RemoteReranker(Reranker):
         self.base_url = service_address(base_url)
         self.model = model
         self._transport = Transport(self.base_url, key, timeout, max_retries)
-        self._instruction: str | None = None
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.base_url!r})"
@@ -76,12 +74,6 @@ class RemoteReranker(Reranker):
     def threshold(self) -> float | None:  # type: ignore[override]
         """The native threshold of the service's model; None if it has none. This is a request."""
         return self.rank("", []).threshold
-
-    def with_instruction(self, instruction: str) -> Self:
-        """A copy that sends an instruction, which the service rejects if its model takes none."""
-        instructed = copy.copy(self)
-        instructed._instruction = instruction
-        return instructed
 
     def score(self, query: str, documents: Sequence[str]) -> list[float]:
         """Scores in input order."""
@@ -124,9 +116,7 @@ class RemoteReranker(Reranker):
         check_text("A query", query)
         check_limits(threshold, top_n, min_docs)
         reading = Reading.of(options)
-        request = request_body(
-            self.model, query, documents, reading, self._instruction, long_queries
-        )
+        request = request_body(self.model, query, documents, reading, long_queries)
         body = await self._transport.send("POST", "/v1/rerank", request)
         answer = parsed(body, self.base_url, self.model)
         scores = scores_of(answer, documents, self.base_url)

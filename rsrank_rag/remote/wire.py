@@ -63,7 +63,6 @@ def request_body(
     query: str,
     documents: Sequence[str],
     reading: Reading,
-    instruction: str | None = None,
     long_queries: LongQueries = "cut",
 ) -> bytes:
     """The request for the raw scores of all documents."""
@@ -76,8 +75,6 @@ def request_body(
         body["long_queries"] = long_queries
     if model is not None:
         body["model"] = model
-    if instruction is not None:
-        body["instruction"] = encodable(instruction)
     if reading != WHOLE:
         body |= asdict(replace(reading, context=0))
     return json.dumps(body, ensure_ascii=False).encode()

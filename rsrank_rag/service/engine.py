@@ -10,8 +10,7 @@ from typing import Any
 
 from ..errors import InputError, ScoringError
 from ..passages.explanation import Explanation
-from ..passages.pairs import Segment, cut
-from ..passages.parts import WHOLE
+from ..passages.pairs import Segment, cut, parts_of
 from ..passages.ranked import Scored
 from ..reranker import Pair, Reranker
 from .backend import Description, Outcome
@@ -85,7 +84,7 @@ class Engine:
             except BaseException as error:
                 segments.append(_failure(error))
             else:
-                of_segment = [pair] if pair.reading == WHOLE else parts_of(pair, segment)
+                of_segment = parts_of(pair, segment.spans)
                 segments.append((segment, len(of_segment)))
                 parts += of_segment
         # A part whose cost cannot be computed has its error when it is run.
@@ -118,23 +117,16 @@ class Engine:
         return [Outcome(Scored(one.score, one.truncated), explanation=one) for one in explained]
 
     def _reranker_for(self, pair: Pair) -> Reranker:
-        reranker = self.reranker
-        if pair.instruction is not None:
-            reranker = reranker.with_instruction(pair.instruction)
-        return reranker.with_salt(pair.salt) if pair.salt else reranker
+        return self.reranker.with_salt(pair.salt) if pair.salt else self.reranker
 
     def _each(self, pairs: Sequence[Pair], work: Work) -> list[Any]:
         """What ``work`` gives for each pair, or the Outcome of a pair on which it fails.
 
         The pairs of one query stay together, because most faults are a query's.
         """
-
-        def kind(place: int) -> tuple[str, str]:
-            return pairs[place].instruction or "", pairs[place].salt
-
-        places = sorted(range(len(pairs)), key=lambda place: (kind(place), pairs[place].query))
+        places = sorted(range(len(pairs)), key=lambda n: (pairs[n].salt, pairs[n].query))
         results: dict[int, Any] = {}
-        for _, group in groupby(places, kind):
+        for _, group in groupby(places, lambda n: pairs[n].salt):
             same = list(group)
             results.update(zip(same, self._halved([pairs[n] for n in same], work), strict=True))
         return [results[place] for place in range(len(pairs))]
@@ -150,14 +142,6 @@ class Engine:
             _check_process(error)
             middle = len(pairs) // 2
             return self._halved(pairs[:middle], work) + self._halved(pairs[middle:], work)
-
-
-def parts_of(pair: Pair, segment: Segment) -> list[Pair]:
-    """The parts of a segment as pairs whose documents are read whole."""
-    return [
-        replace(pair, document=pair.document[start:stop], reading=WHOLE)
-        for start, stop in segment.spans
-    ]
 
 
 def _check_process(error: BaseException) -> None:

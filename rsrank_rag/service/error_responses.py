@@ -46,7 +46,7 @@ def request_error(faults: Mapping[int, str], status: int) -> RequestError:
     """The error of a request with documents that have no score."""
     first = min(faults)
     text = faults[first]
-    if text.startswith(("The query", "A query", "An instruction")):
+    if text.startswith(("The query", "A query")):
         return RequestError(status, text)
     more = f" {len(faults) - 1} more documents have errors." if len(faults) > 1 else ""
     return RequestError(status, f"Document {first} {text}{more}", faults)

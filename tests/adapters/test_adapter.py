@@ -53,7 +53,7 @@ async def scores(made, query, texts, **limits):
 
 def model_of(made):
     """The loaded reranker of an adapter."""
-    return worker.submit(made._source(), None, lambda reranker: reranker).result()
+    return worker.submit(made._source(), lambda reranker: reranker).result()
 
 
 both = pytest.mark.parametrize("adapter", ADAPTERS, ids=lambda adapter: adapter.__name__)

@@ -150,6 +150,26 @@ def test_what_means_nothing_is_refused(fields):
 
 
 @pytest.mark.parametrize(
+    ("schema", "body"),
+    [
+        (RerankRequest, {"query": "q", "documents": ["a"]}),
+        (TextsRequest, {"query": "q", "texts": ["a"]}),
+        (RankingRequest, {"query": {"text": "q"}, "passages": [{"text": "a"}]}),
+    ],
+)
+def test_an_instruction_is_refused_in_every_schema_and_an_empty_one_is_none(schema, body):
+    for instruction in (
+        {"instruction": "Find what a lawyer would cite."},
+        {"instruct": "Find what a lawyer would cite."},
+        {"chat_template_kwargs": {"instruction": "Find what a lawyer would cite."}},
+    ):
+        with pytest.raises(ValidationError, match="trained with one prompt"):
+            schema.model_validate({**body, **instruction})
+    for nothing in ({"instruction": None}, {"instruct": ""}, {"chat_template_kwargs": {"a": 1}}):
+        assert schema.model_validate({**body, **nothing}).pairs() == [Pair("q", "a")]
+
+
+@pytest.mark.parametrize(
     ("fields", "top_n", "returned"),
     [
         ({"top_n": "1", "return_documents": "true"}, 1, True),

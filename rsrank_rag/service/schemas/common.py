@@ -134,21 +134,25 @@ def text_of(text: str | TextObject) -> str:
     return text if isinstance(text, str) else text.text
 
 
+def _refuse_instruction(text: str | None) -> None:
+    if text:
+        raise ValueError("not taken, because B and its zero point are trained with one prompt")
+
+
 Instruction = Annotated[
-    Text | None,
+    str | None,
+    AfterValidator(_refuse_instruction),
     Field(
         validation_alias=AliasChoices(
             "instruction", "instruct", AliasPath("chat_template_kwargs", "instruction")
         ),
-        description="What to judge by. Or as instruct (SGLang), or in chat_template_kwargs (vLLM).",
+        description="Refused, also as instruct (SGLang) and in chat_template_kwargs (vLLM).",
     ),
 ]
 
 
 # Fields that programs send as an empty string where a user has set nothing.
-OPTIONS = frozenset(
-    {"instruction", "instruct", "max_tokens_per_doc", "return_documents", "top_k", "top_n"}
-)
+OPTIONS = frozenset({"max_tokens_per_doc", "return_documents", "top_k", "top_n"})
 
 
 class ScoringRequest(Strict, ABC):
@@ -222,7 +226,7 @@ class ScoringRequest(Strict, ABC):
         limits = (self.max_tokens_per_doc, self.truncate_prompt_tokens)
         most = min((limit for limit in limits if limit is not None and limit > 0), default=None)
         cut = self.long_queries == "cut"
-        options = (most, self.reading, self.instruction or None, salt, cut)
+        options = (most, self.reading, salt, cut)
         return [Pair(query, text, *options) for text in documents]
 
     def normalised(self, default: bool) -> bool:
