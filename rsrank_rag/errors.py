@@ -143,10 +143,11 @@ def required(module: str, message: str, extra: str) -> Any:
 
 @contextmanager
 def needs(message: str, extra: str, *modules: str) -> Iterator[None]:
-    """Around imports of optional packages.
+    """A block that imports optional packages.
 
     Raises:
-        MissingDependencyError: One of ``modules`` is missing. Its name replaces ``{}``.
+        MissingDependencyError: One of ``modules`` is missing; its name replaces ``{}`` in the
+            message.
     """
     try:
         yield
@@ -169,6 +170,6 @@ def nearest(name: str, names: Iterable[str], prefix: str = "") -> str:
 
 
 def needs_torch() -> AbstractContextManager[None]:
-    """Around code that runs language models or trains: the error of `needs` without torch."""
+    """A block that runs language models or trains; raises as `needs` if torch is missing."""
     message = "Training, and language models other than BERT-like encoders, need {}."
     return needs(message, "lm", "torch", "transformers")

@@ -116,11 +116,11 @@ class RSRankCompressor(RerankerAdapter, BaseDocumentCompressor):
         return compressed
 
     def _read(self, documents: Sequence[Document]) -> list[str]:
-        """What a reranker reads."""
+        """The texts that a reranker reads."""
         return self._texts([(document.metadata, document.page_content) for document in documents])
 
     def _traced(self, result: RankResult, compressed: list[Document]) -> dict[str, Any]:
-        """Outputs of a call's run: what is returned, and what decided."""
+        """The outputs of a call's run in LangChain's callbacks."""
         dropped = []
         for document in result.dropped:
             dropped.append({"index": document.index, "score": document.score})
@@ -273,7 +273,7 @@ def create_rsrank_middleware(
     keeper = compressor or RSRankCompressor()
 
     def passages(request: Any, message: Any) -> list[Document]:
-        """What can be pruned of a tool's answer."""
+        """The passages of a tool's answer; empty if the answer is not to be pruned."""
         if not isinstance(message, ToolMessage) or query_key not in request.tool_call["args"]:
             return []
         artifact = message.artifact

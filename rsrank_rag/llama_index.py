@@ -73,7 +73,7 @@ class RSRankPostprocessor(RerankerAdapter, BaseNodePostprocessor):
         return output
 
     def _query(self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None) -> str:
-        """The question, of which instrumentation is told."""
+        """The question, after the event that announces the call."""
         if query_bundle is None:
             raise InputError("Missing query bundle in extra info. Give query_bundle or query_str.")
         query = query_bundle.query_str
@@ -83,7 +83,7 @@ class RSRankPostprocessor(RerankerAdapter, BaseNodePostprocessor):
         return query
 
     def _read(self, nodes: list[NodeWithScore]) -> list[str]:
-        """What a reranker reads."""
+        """The texts that a reranker reads."""
         return self._texts([(scored.node.metadata, scored.node.get_content()) for scored in nodes])
 
     def _copies(self, nodes: list[NodeWithScore], result: RankResult) -> list[NodeWithScore]:

@@ -46,14 +46,16 @@ def write_text(path: Path, text: str) -> None:
 
 
 def differences(path: Path, description: Mapping[str, Any]) -> list[str]:
-    """Write what a folder's files are of; if an earlier run wrote that, say how it differs.
+    """Compare the description of a run with that of the run that made the same folder.
+
+    The first run writes its description.
 
     Args:
-        path: A JSON file in the folder.
-        description: What JSON can hold.
+        path: A JSON file in the folder, with the description of the first run.
+        description: The settings of a run, as values that JSON can hold.
 
     Returns:
-        One phrase for each entry of the description that is another one in the file.
+        A phrase for each entry of the description that differs from the entry in the file.
     """
     text = json.dumps(description, indent=2, sort_keys=True) + "\n"
     if not path.exists():

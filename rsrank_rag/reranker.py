@@ -12,7 +12,7 @@ from .passages.pairs import Pair, parts_of, score_in_parts, spans_of
 from .passages.parts import Reading, ReadingOptions
 from .passages.ranked import BLANK_SCORE, RankedDocument, RankResult, Scored, blanks_last, choose
 
-# With the types of results, which users import from here.
+# Users import the types of results from here.
 __all__ = [
     "BLANK_SCORE",
     "Pair",
@@ -107,10 +107,10 @@ class Reranker(ABC):
         return blanks_last(documents, [Scored(score) for score in scores])
 
     def token_costs(self, pairs: Sequence[Pair]) -> list[int]:
-        """The cost of each pair, as the number of tokens that the model runs in the same time.
+        """The cost of scoring each pair, in tokens.
 
-        A service plans by these costs. This method estimates them from characters. Override it
-        where tokens can be counted.
+        A pair that costs N tokens takes about as long as running N tokens. A service plans by these
+        costs. This method estimates them from characters. Override it where tokens can be counted.
 
         Raises:
             InputError: As `score_pairs`.
@@ -140,8 +140,8 @@ class Reranker(ABC):
                 never pass a threshold.
             threshold: Keep documents that score above it; by default this reranker's own (0 for
                 RSRank). None keeps all: ranking alone. Minus infinity keeps all that have text.
-            top_n: Keep at most so many, after the threshold.
-            min_docs: Keep at least the best so many, even below the threshold.
+            top_n: Keep at most this many of the documents that score above the threshold.
+            min_docs: Keep at least this many, the best ones, even below the threshold.
             long_queries: "cut": of a query that is too long for the model, read the first and the
                 last part, and say so in `RankResult.query_truncated`. "error": raise InputError.
             **options: How documents are read: ``extract``, ``context``, ``heading``,
@@ -173,7 +173,7 @@ class Reranker(ABC):
     def fit_query(self, query: str) -> str:
         """The query as `rank` reads it: of one that is too long, the first and the last part.
 
-        This one returns the query as it is, for rerankers that take queries of any length.
+        This method returns the whole query, for rerankers that take queries of any length.
         """
         return query
 
@@ -196,7 +196,7 @@ class Reranker(ABC):
         return pairs
 
     def too_long(self, documents: Sequence[str]) -> list[bool]:
-        """Whether each document has more tokens than are read of it.
+        """Whether each document has more tokens than the model reads of a document.
 
         Raises:
             InputError: As `token_ends`.
@@ -208,7 +208,7 @@ class Reranker(ABC):
         return long
 
     def token_ends(self, document: str) -> tuple[Sequence[int], int]:
-        """Where each token of a text ends, in characters, and how many are read of a document.
+        """Where each token of a text ends, in characters, and how many tokens are read at most.
 
         Raises:
             InputError: This reranker does not count tokens.
@@ -254,7 +254,11 @@ def check_text(name: str, value: Any) -> None:
 
 
 def as_pairs(pairs: Iterable[PairLike]) -> list[Pair]:
-    """Pairs, of which some may be tuples; InputError if an entry is neither, or not of texts."""
+    """Pairs, some of which may be tuples.
+
+    Raises:
+        InputError: An entry is no pair and no tuple of two, or holds what is not text.
+    """
     result = []
     for place, pair in enumerate(pairs):
         if isinstance(pair, (tuple, list)) and len(pair) == 2:

@@ -38,19 +38,20 @@ if TYPE_CHECKING:
 # As `SIMILAR_LENGTH`, for documents with a cached prefix: their padding costs attention only.
 CACHED_SIMILAR_LENGTH = 0.4
 
-# Bytes of cached prefixes that are joined at once.
+# The cached prefixes of one batch have at most so many bytes.
 JOINED_BYTES = {"cpu": 128_000_000, "cuda": 4_000_000_000, "mps": 1_000_000_000}
 
-# Cached prefixes in a batch are limited to so many token budgets: each row runs the query only.
+# The cached prefixes of one batch have at most so many times the tokens of the token budget. It is
+# more than once, because only the queries of these rows run.
 CACHED_BUDGETS = 8
 
-# Tokens of a cached prefix that a query reads in the time in which one token is run: 25 to 35 with
-# `mini` on a CPU.
+# In the time in which the model runs one token, a query reads so many tokens of a cached prefix.
+# Measured: 25 to 35 with `mini` on a CPU.
 READ_PER_TOKEN = 25
 
 
 class RSRank(Pretrained, Reranker):
-    """Keeps the documents that shift a query's value vectors the way relevant ones do.
+    """Scores a document by the shift of the query's value vectors (arXiv 2606.17468).
 
     Make one with `from_pretrained`, which explains the options. Calls from several threads are
     safe.
@@ -182,9 +183,9 @@ class RSRank(Pretrained, Reranker):
     def _batches(self, rows: Sequence[Row]) -> Iterator[Batches[Row]]:
         """Batches of rows whose queries have about the same length.
 
-        Documents with a cached prefix are apart, because each costs only the query's tokens, so
-        that more of them fill a batch. They come first, because new documents may replace them in
-        the cache.
+        Documents with a cached prefix have batches of their own: only their queries run, so that
+        more of them fit into a batch. These batches come first, because new documents may replace
+        the cached prefixes.
         """
         kind = device_kind(self.backbone.device)
         joined = JOINED_BYTES.get(kind, JOINED_BYTES["cpu"])
@@ -259,13 +260,16 @@ class RSRank(Pretrained, Reranker):
         return view
 
     def index(self, documents: Sequence[str], *, show_progress: bool = False) -> int:
-        """Run documents ahead of time and write their prefixes to disk; how many were new.
+        """Run documents ahead of time, and write their prefixes to disk.
 
-        It can be interrupted: what was written is not run again.
+        After an interruption, the next call runs only the documents whose prefixes are missing.
+
+        Returns:
+            The number of documents that were run.
 
         Raises:
-            InputError: There is no folder, the prefixes could not be written or are more than it
-                may hold, or an entry is not text.
+            InputError: There is no folder, the prefixes could not be written, they take more than
+                the folder may hold, or an entry is not text.
             ScoringError: A document does not fit into memory even alone.
         """
         missing = self._not_on_disk(documents)
@@ -279,7 +283,7 @@ class RSRank(Pretrained, Reranker):
         return len(missing)
 
     def _not_on_disk(self, documents: Sequence[str]) -> dict[Ids, int]:
-        """Token ids of documents without a readable file, and the first position of each."""
+        """Token ids of documents whose prefix is not on disk, with the first position of each."""
         tiers = self.cache.tiers
         if tiers.disk is None:
             raise InputError(

@@ -255,7 +255,7 @@ class RerankerAdapter(ModelAdapter):
     top_n: int | None = Field(default=None, strict=True)
     """Keep at most this many above the threshold."""
     min_docs: int = Field(default=0, strict=True)
-    """Keep the best this many, even below the threshold."""
+    """Keep at least this many, the best ones, even below the threshold."""
     on_error: Literal["raise", "keep"] = "raise"
     """When scoring fails: raise, or keep the documents as they came, cut at top_n, with
     rsrank_error in their metadata."""
@@ -263,13 +263,13 @@ class RerankerAdapter(ModelAdapter):
     """Metadata that are read before the text, one value a line, unless the text begins with it."""
 
     extract: Literal["sentences"] | None = None
-    """'sentences': documents shrink to their sentences that score above."""
+    """'sentences': documents shrink to their sentences that score above the threshold."""
     context: int = Field(default=0, strict=True)
-    """Keep so many sentences around each of them, too."""
+    """Keep also this many sentences before and after each of them."""
     heading: bool = False
-    """Documents begin with a line that is kept with any of their sentences."""
+    """The first line of each document is a heading, which is kept with any of its sentences."""
     long_documents: Literal["cut", "windows"] | None = None
-    """Documents that are too long for the model: 'windows' reads them in parts, of which the best
+    """Documents that are too long for the model: 'windows' reads them in parts, and the best part
     counts; 'cut' reads the beginning. None: the model's default (RSRank: windows)."""
 
     mode: Literal["drop", "shadow"] = "drop"

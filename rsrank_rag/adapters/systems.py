@@ -54,7 +54,7 @@ class Kind:
 
 
 class Zero(BaseModel, extra="forbid"):
-    """The file of ``rsrank tune --output NAME.json``: where another system's scores have their 0.
+    """The file of ``rsrank tune --output NAME.json``: it moves another system's threshold to 0.
 
     Attributes:
         model: The system's name, as everywhere.
@@ -75,8 +75,8 @@ class TunedSystem(Reranker):
     """Another system, with scores moved and scaled so that 0 is its tuned threshold.
 
     Args:
-        file: As `Zero`.
-        revision: Instead of the file's.
+        file: A JSON file with the fields of `Zero`.
+        revision: Replaces the revision in the file.
         options: How to load the system.
     """
 
@@ -108,7 +108,7 @@ KINDS: dict[str, Kind] = {
 
 
 def forms() -> str:
-    """All names, as they are written."""
+    """The names of all systems, for help and errors."""
     return ", ".join(kind.form(name) for name, kind in KINDS.items())
 
 

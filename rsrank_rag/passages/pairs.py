@@ -29,9 +29,11 @@ class Pair:
         query: The query.
         document: The document.
         max_tokens: Read at most so many of the document's tokens; None for as many as fit.
-        reading: Heeded by `score_in_parts` only.
-        salt: Heeded by a service only.
-        cut_query: Heeded by a service only: of a query that is too long, read two parts.
+        reading: How the document is read. `score_in_parts` and the service use it; rerankers read
+            documents whole.
+        salt: For the service only: pairs share cached prefixes with pairs of the same salt.
+        cut_query: For the service only: read the first and the last part of a query that is too
+            long, instead of raising an error.
     """
 
     query: str

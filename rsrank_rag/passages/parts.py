@@ -11,7 +11,7 @@ from typing_extensions import Self
 from ..errors import InputError, check_choice, check_count, needs
 
 Span = tuple[int, int]
-"""From a character to before another."""
+"""A part of a text: its first character, and the first character after it."""
 
 TokenEnds = Callable[[str], tuple[Sequence[int], int]]
 """Where a text's tokens end, in characters, and how many tokens of a document are read at most."""
@@ -51,9 +51,9 @@ class Reading:
     Args:
         extract: "sentences": score each sentence by itself, and keep those above the threshold
             instead of whole documents. A document without one is dropped.
-        context: Keep so many sentences before and after each of them, too.
-        heading: Documents begin with a line that is kept with any of their sentences. It is not
-            scored.
+        context: Keep also this many sentences before and after each of them.
+        heading: The first line of each document is a heading. It is not scored, and is kept if a
+            sentence of the document is kept.
         long_documents: "windows": read a document that is too long for the model in overlapping
             windows; the best one's score counts. "cut": read its beginning. Sentences that are too
             long are always cut.
@@ -76,7 +76,7 @@ class Reading:
 
     @classmethod
     def of(cls, options: ReadingOptions, default: Literal["cut", "windows"] = "cut") -> Self:
-        """The reading with such options; ``default`` is what None for long documents means."""
+        """The reading with these options. ``default`` replaces None for ``long_documents``."""
         fields: Any = {**options, "long_documents": options.get("long_documents") or default}
         return cls(**fields)
 

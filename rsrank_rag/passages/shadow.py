@@ -40,7 +40,7 @@ def everything(result: RankResult) -> RankResult:
 
 
 def report(lines: Iterable[str]) -> dict[str, float]:
-    """What the calls of a log add up to; lines of other kinds are skipped.
+    """Sum up the calls that `log` wrote to a log; other lines are skipped.
 
     Returns:
         ``calls``, ``documents``, the share ``dropped`` of them, about how many ``tokens_saved``,
