@@ -9,7 +9,7 @@ from typing_extensions import Self, Unpack
 
 from .errors import InputError, ScoringError, check_choice, check_count
 from .passages.pairs import Pair, parts_of, score_in_parts, spans_of
-from .passages.parts import Reading, ReadingOptions
+from .passages.parts import WHOLE, Reading, ReadingOptions
 from .passages.ranked import BLANK_SCORE, RankedDocument, RankResult, Scored, blanks_last, choose
 
 # Users import the types of results from here.
@@ -159,10 +159,14 @@ class Reranker(ABC):
         check_choice("long_queries", long_queries, "cut", "error")
         read = self.fit_query(query) if long_queries == "cut" else query
         pairs = self._pairs(read, documents, reading)
+        if all(pair.reading == WHOLE for pair in pairs):
+            scored = self.score_pairs(pairs)
+        else:
+            scored = score_in_parts(pairs, self.token_ends, self.score_pairs)
         return choose(
             query,
             documents,
-            score_in_parts(pairs, self.token_ends, self.score_pairs),
+            scored,
             limit,
             top_n=top_n,
             min_docs=min_docs,
