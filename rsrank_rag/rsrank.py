@@ -221,7 +221,7 @@ class RSRank(Pretrained, Reranker):
         terms = np.zeros((tokens.length, len(layers), self.backbone.num_heads))
         similarity = np.zeros(1 + tokens.length)
         if not prompt.empty:
-            row = Row(prompt.ids, tokens, self.cache.key(prompt.ids))
+            row = Row(prompt.ids, tokens)
             try:
                 with self.backbone.inference():
                     parts = score_rows(self.reader, self.projection, [row])

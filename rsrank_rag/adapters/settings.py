@@ -54,6 +54,7 @@ EXCERPTS, WINDOW = "rsrank_excerpts", "rsrank_window"
 # That a document was cut, and why it was not ranked:
 TRUNCATED, ERROR = "rsrank_truncated", "rsrank_error"
 
+DEFAULT_MODEL = "mini"
 SERVICE_SETTINGS = {"base_url", "api_key", "timeout", "max_retries"}
 
 
@@ -100,7 +101,7 @@ class ModelAdapter(LoadSettings):
         use_attribute_docstrings=True,
     )
 
-    model: Name | Reranker = "mini"
+    model: Name | Reranker = DEFAULT_MODEL
     """'mini', a local folder or a Hub id; another system by its name, such as
     'cross-encoder:BAAI/bge-reranker-base'; or a Reranker that is already loaded."""
     revision: str | None = None
@@ -217,7 +218,7 @@ class ModelAdapter(LoadSettings):
     @property
     def _service_model(self) -> str | None:
         """Name of the model that a service must hold; None for the default."""
-        if self.model == ModelAdapter.model_fields["model"].default:
+        if self.model == DEFAULT_MODEL:
             return None
         return str(self.model)
 

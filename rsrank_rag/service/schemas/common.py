@@ -147,6 +147,7 @@ Instruction = Annotated[
             "instruction", "instruct", AliasPath("chat_template_kwargs", "instruction")
         ),
         description="Refused, also as instruct (SGLang) and in chat_template_kwargs (vLLM).",
+        json_schema_extra={"maxLength": 0},
     ),
 ]
 
