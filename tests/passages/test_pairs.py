@@ -219,6 +219,16 @@ def test_any_reranker_scores_pairs_query_by_query_in_their_order():
     assert Lengths().score_pairs(pairs) == [Scored(201.0), Scored(103.0), Scored(202.0)]
 
 
+def test_a_reranker_may_say_how_it_read_each_document():
+    class Short(Lengths):
+        def score_documents(self, query, documents):
+            scores = self.score(query, documents)
+            return [Scored(score, truncated=score > 201) for score in scores]
+
+    pairs = [Pair("ab", "c"), Pair("a", "ccc"), Pair("ab", "cc")]
+    assert [one.truncated for one in Short().score_pairs(pairs)] == [False, False, True]
+
+
 def test_any_rerankers_error_names_the_pair():
     with pytest.raises(ScoringError) as caught:
         Lengths().score_pairs([Pair("a", "b"), Pair("c", "b"), Pair("c", "x")])
