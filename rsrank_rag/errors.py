@@ -5,7 +5,10 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from difflib import get_close_matches
 from importlib import import_module
+from textwrap import shorten
 from typing import Any
+
+from pydantic import ValidationError
 
 # pip installs from here, because the package index does not have this package.
 REPOSITORY = "git+https://github.com/rsrank/rsrank-rag"
@@ -155,6 +158,18 @@ def needs(message: str, extra: str, *modules: str) -> Iterator[None]:
         if (error.name or "").partition(".")[0] not in modules:
             raise
         raise MissingDependencyError(message.format(error.name), extra) from error
+
+
+def problems_of(error: ValidationError) -> str:
+    """Every field that pydantic refuses, with the reason; at most 1,000 characters."""
+    problems = []
+    for problem in error.errors(include_url=False, include_context=False, include_input=False):
+        place = ".".join(map(str, problem["loc"]))
+        reason = problem["msg"].removeprefix("Value error, ")
+        if problem["type"] == "extra_forbidden":
+            reason = "there is no such entry"
+        problems.append(f"{place}: {reason}".removeprefix(": "))
+    return shorten("; ".join(problems), 1000, placeholder=" ...")
 
 
 def nearest(name: str, names: Iterable[str], prefix: str = "") -> str:

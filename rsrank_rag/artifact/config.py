@@ -2,13 +2,12 @@
 
 import hashlib
 import json
-import textwrap
 from typing import Literal
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 from typing_extensions import Self
 
-from ..errors import ArtifactError, pip_install
+from ..errors import ArtifactError, pip_install, problems_of
 from ..method.template import Template
 
 # The name of a language model that lies in the artifact's own folder.
@@ -129,15 +128,9 @@ class RSRankConfig(BaseModel, extra="forbid", frozen=True):
         try:
             return cls.model_validate_json(text)
         except ValidationError as error:
-            problems = []
-            for problem in error.errors():
-                field = ".".join(map(str, problem["loc"])) or "config"
-                problems.append(f"{field}: {problem['msg']}")
-            # A field's name may be of any length.
-            message = textwrap.shorten("; ".join(problems), 1000, placeholder=" ...")
             raise ArtifactError(
-                f"{source} is not a valid RSRank config: {message}. Is this the folder of a "
-                "language model, damaged, or of a later release? An RSRank artifact holds "
+                f"{source} is not a valid RSRank config: {problems_of(error)}. Is this the folder "
+                "of a language model, damaged, or of a later release? An RSRank artifact holds "
                 "config.json and projection.safetensors, made by RSRank.save_pretrained. Download "
                 f"it again, or upgrade: {pip_install()}"
             ) from None

@@ -18,7 +18,7 @@ from typer import Option
 
 from ..adapters.systems import load as load_reranker
 from ..adapters.systems import parse
-from ..errors import InputError, nearest
+from ..errors import InputError, nearest, problems_of
 from ..language_model.options import LoadOptions, ModelSource
 from ..prefixes.settings import Choice, PrefixCache, as_bytes
 from .options import Revision, System, command, screen
@@ -156,8 +156,7 @@ def serve(
             drop=drop or for_program["drop"],
         )
     except ValidationError as error:
-        wrong = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        raise InputError(f"{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}.") from None
+        raise InputError(f"{problems_of(error)}.") from None
     canary: Canary | None = Canary()
     if no_canary:
         canary = None

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel, StrictBool, ValidationError
 
-from ..errors import InputError
+from ..errors import InputError, problems_of
 from ..passages.titles import with_title
 
 
@@ -67,10 +67,8 @@ def read_labelled(path: str | Path) -> list[LabelledQuery]:
         try:
             queries.append(LabelledQuery.model_validate_json(line))
         except ValidationError as error:
-            first = error.errors()[0]
-            field = ".".join(map(str, first["loc"])) or "line"
             raise InputError(
-                f"{place}: {field}: {first['msg']}. Each line must be "
+                f"{place}: {problems_of(error)}. Each line must be "
                 '{"id", "query", "documents": [{"id", "text", "relevant": true|false, "title"?}]}.'
             ) from None
     if not queries:

@@ -16,7 +16,7 @@ from pydantic import (
 )
 from typing_extensions import Self
 
-from ..errors import InputError
+from ..errors import InputError, problems_of
 
 _SIZE = TypeAdapter(ByteSize)
 
@@ -106,9 +106,7 @@ def as_prefix_cache(choice: Choice) -> PrefixCache | None:
         try:
             return PrefixCache.model_validate(dict(choice))
         except ValidationError as error:
-            first = error.errors()[0]
-            place = ".".join(map(str, first["loc"]))
-            raise InputError(f"prefix_cache: {place}: {first['msg']}.") from None
+            raise InputError(f"prefix_cache: {problems_of(error)}.") from None
     if isinstance(choice, int) or (isinstance(choice, str) and parse_size(choice) is not None):
         return PrefixCache(device=as_bytes(choice))
     if not isinstance(choice, (str, os.PathLike)) or not os.fspath(choice):

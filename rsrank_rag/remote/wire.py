@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import BaseModel, Field, ValidationError
 from typing_extensions import Self
 
-from ..errors import RemoteError
+from ..errors import RemoteError, problems_of
 from ..passages.parts import WHOLE, Excerpt, Reading, Window, encodable
 from ..reranker import LongQueries, Scored
 
@@ -89,11 +89,8 @@ def parsed(body: bytes, address: str, model: str | None) -> Answer:
     try:
         answer = Answer.model_validate_json(body)
     except ValidationError as error:
-        problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        place = ".".join(map(str, problem["loc"])) or "the answer"
         raise RemoteError(
-            f"{address} did not answer as an rsrank service does ({place}: {problem['msg']}). "
-            "Is it one?"
+            f"{address} did not answer as an rsrank service does ({problems_of(error)}). Is it one?"
         ) from None
     if model is not None and answer.model != model:
         raise RemoteError(

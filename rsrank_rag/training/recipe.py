@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 from pydantic import BaseModel, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
 from typing_extensions import Self
 
-from ..errors import InputError, nearest
+from ..errors import InputError, nearest, problems_of
 from ..evaluation.datasets import LabelledQuery, dataset_name, read_labelled
 from ..language_model.options import LoadSettings
 from ..method.template import Template
@@ -163,13 +163,7 @@ def validated(kind: type[Model], raw: dict[str, Any], source: str, what: str) ->
     try:
         return kind.model_validate(raw)
     except ValidationError as error:
-        problems = []
-        for problem in error.errors():
-            message = problem["msg"]
-            if problem["type"] == "extra_forbidden":
-                message = "there is no such entry"
-            problems.append(f"{'.'.join(map(str, problem['loc']))}: {message}")
-        raise InputError(f"{source} is not a valid {what}: {'; '.join(problems)}") from None
+        raise InputError(f"{source} is not a valid {what}: {problems_of(error)}") from None
 
 
 def _merge(target: dict[str, Any], extra: dict[str, Any]) -> None:
