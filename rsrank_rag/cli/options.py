@@ -6,17 +6,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from inspect import Parameter
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import typer
+from pydantic import BaseModel, PositiveInt, ValidationError
 from rich.console import Console
 from rich.text import Text
 from safetensors import SafetensorError
 from typer import Option
 
 from ..adapters.systems import forms
-from ..errors import InputError, RSRankError, needs_torch
-from ..language_model.options import LoadSettings
+from ..errors import InputError, RSRankError, needs_torch, problems_of
+from ..language_model.options import LoadOptions, LoadSettings
 from .process import hide_library_progress, prepare
 
 screen = Console(highlight=False)
@@ -33,21 +34,24 @@ Documents = Annotated[str, Option("--documents", "-d", help="A file, or - for st
 AsJson = Annotated[bool, Option("--json", help="Print JSON instead of a table.")]
 
 
-def _loading_options() -> list[Parameter]:
-    """An option for threads, and one for each field of `LoadSettings`."""
-    text = "Threads on a CPU. Default: OMP_NUM_THREADS, or the cores that this process may use."
-    options = [_option("threads", None, int | None, Option(min=1, help=text))]
-    for name, field in LoadSettings.model_fields.items():
-        kind = bool if field.annotation is bool else str | None
+class LoadingOptions(LoadSettings, use_attribute_docstrings=True):
+    """Options of every command that loads a model."""
+
+    threads: PositiveInt | None = None
+    """Threads on a CPU. Default: OMP_NUM_THREADS, or the cores that this process may use."""
+
+
+def _options_of(model: type[BaseModel]) -> list[Parameter]:
+    """An option for each field."""
+    kinds: dict[str, Any] = get_type_hints(model)
+    options = []
+    for name, field in model.model_fields.items():
         # A switch without a name of its own would get a second one, --no-NAME.
         option = Option(f"--{name.replace('_', '-')}", help=field.description)
-        options.append(_option(name, field.default, kind, option))
+        kind: Any = Annotated[kinds[name], option]
+        parameter = Parameter(name, Parameter.KEYWORD_ONLY, default=field.default, annotation=kind)
+        options.append(parameter)
     return options
-
-
-def _option(name: str, default: Any, kind: Any, option: Any) -> Parameter:
-    annotation = Annotated[kind, option]
-    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 @contextmanager
@@ -59,12 +63,12 @@ def catch_errors(resumes: bool = False) -> Iterator[None]:
     Args:
         resumes: Whether the same command continues its work after an interruption.
     """
-    hint = ""
-    if resumes:
-        hint = "Run the same command again to go on."
+    hint = "Run the same command again to go on." if resumes else ""
     try:
         with needs_torch():
             yield
+    except ValidationError as error:
+        _exit(2, problems_of(error))
     except InputError as error:
         _exit(2, str(error))
     except RSRankError as error:
@@ -89,28 +93,35 @@ def _exit(code: int, message: str) -> None:
 def command(
     app: typer.Typer, *, resumes: bool = False
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make a function a command of an app.
+    """Make a function a command of an app. Errors are printed in one line.
 
-    Errors are printed in one line. A parameter ``load`` becomes several options: the threads of
-    this process, and the fields of `LoadSettings`.
+    A parameter whose type is a pydantic model becomes an option for each field. A parameter of the
+    type `LoadOptions` becomes those of `LoadingOptions`.
     """
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
-        parameters = inspect.signature(function, eval_str=True).parameters
-        options = [option for name, option in parameters.items() if name != "load"]
-        loading = []
-        if "load" in parameters:
-            loading = _loading_options()
-        options = [option.replace(kind=Parameter.KEYWORD_ONLY) for option in [*options, *loading]]
+        options: list[Parameter] = []
+        of_models: list[Parameter] = []
+        models: dict[str, type[BaseModel]] = {}
+        for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
+            kind = LoadingOptions if parameter.annotation is LoadOptions else parameter.annotation
+            if inspect.isclass(kind) and issubclass(kind, BaseModel):
+                models[name] = kind
+                of_models += _options_of(kind)
+            else:
+                options.append(parameter.replace(kind=Parameter.KEYWORD_ONLY))
+        options += of_models
 
         @wraps(function)
         def run(**arguments: Any) -> None:
             with catch_errors(resumes):
                 hide_library_progress()
-                if loading:
-                    values = {option.name: arguments.pop(option.name) for option in loading}
-                    prepare(values.pop("threads"))
-                    arguments["load"] = LoadSettings(**values).load_options()
+                for name, model in models.items():
+                    values: Any = model(**{key: arguments.pop(key) for key in model.model_fields})
+                    if model is LoadingOptions:
+                        prepare(values.threads)
+                        values = values.load_options()
+                    arguments[name] = values
                 function(**arguments)
 
         # typer reads options from these two.

@@ -62,14 +62,15 @@ def prepare(threads: int | None = None) -> None:
     torch = sys.modules.get("torch")
     cores = usable_cores()
     available = (os.cpu_count() or 1) if torch is None else torch.get_num_threads()
-    limited = "OMP_NUM_THREADS" not in os.environ and cores < available
+    if "OMP_NUM_THREADS" not in os.environ and cores < available:
+        threads = threads or cores
     if torch is None:
         for name, value in DEFAULTS.items():
             os.environ.setdefault(name, value)
-    if threads is None and not limited:
+    if threads is None:
         return
     if torch is None:
-        os.environ["OMP_NUM_THREADS"] = str(threads or cores)
+        os.environ["OMP_NUM_THREADS"] = str(threads)
     else:
-        torch.set_num_threads(threads or cores)
-    logger.info("torch computes with %d threads on %d usable cores.", threads or cores, cores)
+        torch.set_num_threads(threads)
+    logger.info("torch computes with %d threads on %d usable cores.", threads, cores)

@@ -39,15 +39,9 @@ if TYPE_CHECKING:
 app = typer.Typer()
 
 Prefixes = Annotated[
-    Path | None, Option("--prefixes", "-p", help="Folder that rsrank index has made.")
+    Path | None,
+    Option("--prefixes", "-p", resolve_path=True, help="Folder that rsrank index has made."),
 ]
-
-
-def _prefix_cache(prefixes: Path | None) -> str | bool:
-    """The folder; without one, prefixes are not cached, as each document is scored once."""
-    if prefixes is None:
-        return False
-    return str(prefixes.absolute())
 
 
 def _load(source: ModelSource) -> RSRank:
@@ -68,13 +62,10 @@ def read_documents(source: str) -> list[str]:
     try:
         content = sys.stdin.buffer.read() if source == "-" else Path(source).read_bytes()
         text = content.decode("utf-8-sig")
-    except UnicodeDecodeError:
+    except (OSError, UnicodeDecodeError) as error:
         raise InputError(
-            f"--documents {source} is no text in UTF-8. Save it as such, one document a line."
-        ) from None
-    except OSError as error:
-        raise InputError(
-            f"--documents {source} could not be read: {error.strerror}. Give a file, or - ."
+            f"--documents {source} could not be read: {error}. "
+            "Give a text file in UTF-8 with one document a line, or - ."
         ) from error
     lines = [line.rstrip("\r") for line in text.split("\n") if line.strip()]
     # A pipe may be empty, as a retriever's result can be.
@@ -134,21 +125,17 @@ def rank(
     `cat passages.jsonl | rsrank rank -q "How do bees find flowers?" -d - --json`
     """
     texts = read_documents(documents)
-    source = ModelSource(model, revision, load, prefix_cache=_prefix_cache(prefixes))
+    # Without a folder, prefixes are not cached: each document is scored once.
+    source = ModelSource(model, revision, load, prefix_cache=prefixes or False)
     with problems.status(f"Loading {model} ..."):
         ranker = load_reranker(source)
-    selection: dict[str, Any] = {}
+    limit: float | Literal["native"] | None = "native"
     if keep_all:
-        selection["threshold"] = None
+        limit = None
     elif threshold is not None:
-        selection["threshold"] = threshold
+        limit = threshold
     result = ranker.rank(
-        clean(query),
-        texts,
-        top_n=top_n,
-        min_docs=min_docs,
-        extract=extract,
-        **selection,
+        clean(query), texts, threshold=limit, top_n=top_n, min_docs=min_docs, extract=extract
     )
     if as_json:
         _print_json(result.to_dict())
@@ -159,7 +146,9 @@ def rank(
 @command(app, resumes=True)
 def index(
     documents: Documents,
-    prefixes: Annotated[Path, Option("--prefixes", "-p", help="Folder to write them to.")],
+    prefixes: Annotated[
+        Path, Option("--prefixes", "-p", resolve_path=True, help="Folder to write them to.")
+    ],
     load: LoadOptions,
     model: Model = "mini",
     revision: Revision = None,
@@ -171,7 +160,7 @@ def index(
 
     `rsrank index --documents passages.txt --prefixes prefixes`
     """
-    ranker = _load(ModelSource(model, revision, load, prefix_cache=str(prefixes.absolute())))
+    ranker = _load(ModelSource(model, revision, load, prefix_cache=prefixes))
     texts = ranker.parts(read_documents(documents))
     count = ranker.index(texts, show_progress=problems.is_terminal)
     screen.print(f"{len(texts):,} documents, {count} new, in {prefixes}")
@@ -263,7 +252,7 @@ def score(
     from ..artifact import hub
     from ..bulk.run import score_files
 
-    model_source = ModelSource(model, revision, load, prefix_cache=_prefix_cache(prefixes))
+    model_source = ModelSource(model, revision, load, prefix_cache=prefixes or False)
     settings = {
         "model": model,
         "revision": revision,
@@ -281,10 +270,8 @@ def score(
         settings=settings,
         progress=partial(track, description="Scoring", console=problems, transient=True),
     )
-    text = f"{numbers['rows']:,} rows"
-    if numbers["errors"]:
-        text += f", {numbers['errors']:,} of them without a score (column error)"
-    text += f"; files in {output}: {numbers['files']:,} new"
-    if numbers["skipped"]:
-        text += f", {numbers['skipped']:,} there already"
-    screen.print(text, soft_wrap=True)
+    screen.print(
+        f"{numbers['rows']:,} rows, {numbers['errors']:,} without a score (column error); files in "
+        f"{output}: {numbers['files']:,} new, {numbers['skipped']:,} there already",
+        soft_wrap=True,
+    )

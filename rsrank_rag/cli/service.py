@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import signal
 import socket
 from functools import partial
 from importlib.util import find_spec
@@ -13,12 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
-from pydantic import SecretStr, ValidationError
+from pydantic import BaseModel, Field, NonNegativeFloat, PositiveInt, SecretStr
 from typer import Option
 
 from ..adapters.systems import load as load_reranker
 from ..adapters.systems import parse
-from ..errors import InputError, nearest, problems_of
+from ..errors import InputError, nearest
 from ..language_model.options import LoadOptions, ModelSource
 from ..prefixes.settings import Choice, PrefixCache, as_bytes
 from .options import Revision, System, command, screen
@@ -36,7 +35,6 @@ KEYS = "RSRANK_API_KEY"
 """Environment variable with API keys, separated by commas."""
 APPS = json.loads(Path(__file__).parents[1].joinpath("service", "apps.json").read_text("utf-8"))
 """Programs that speak rerank: whether rows may be dropped, and what to enter in each."""
-LogLevel = Literal["debug", "info", "warning", "error", "critical"]
 
 
 def prepare_logs(level: str) -> None:
@@ -60,65 +58,62 @@ def read_keys(environment: str) -> tuple[str, ...]:
 
 def prefix_choice(size: str | None, folder: Path | None) -> Choice:
     """What ``--prefix-cache`` and ``--prefixes`` mean together."""
-    if size is None and folder is None:
-        return True
-    device = None
-    if size is not None:
-        device = as_bytes(size)
-    if device == 0 and folder is None:
-        return False
-    return PrefixCache(device=device, folder=None if folder is None else os.fspath(folder))
+    device = None if size is None else as_bytes(size)
+    if folder is None:
+        return True if device is None else device or False
+    return PrefixCache(device=device, folder=str(folder))
+
+
+class ServeOptions(BaseModel, use_attribute_docstrings=True):
+    """Options of ``rsrank serve``, most of them for `Settings`."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 for all."""
+    port: int = Field(default=8080, ge=0, le=65535)
+    """0 for any that is free."""
+    api_key_file: Path | None = None
+    """API keys, one a line; also from RSRANK_API_KEY, by commas."""
+    separate_clients: bool = False
+    """Each uses only its own cached prefixes."""
+    allowed_host: list[str] = []
+    """Name that clients call the service by; may be repeated."""
+    notice: NonNegativeFloat = 5.0
+    """Seconds of 503 from /ready before the end at SIGTERM."""
+    max_documents: int = 1000
+    """Documents of one request."""
+    max_body: str = "20MB"
+    """Size of one request, such as 20MB."""
+    max_queue: PositiveInt = 10_000
+    """Documents that may wait, of all requests."""
+    timeout: float = 60.0
+    """Seconds from a request to its answer."""
+    drop: bool = False
+    """Leave out what is below the native threshold."""
+    normalize: bool = False
+    """Scores from 0 to 1; 0.5: the native threshold."""
+    no_canary: bool = False
+    """Be ready without scoring anything."""
+    prefix_cache: str | None = None
+    """Prefix cache on the device, such as 512MB; 0: none."""
+    log_level: Literal["debug", "info", "warning", "error", "critical"] = "info"
+    """Of this package and the server."""
 
 
 @command(app)
 def serve(
     load: LoadOptions,
+    options: ServeOptions,
     model: System = "mini",
     revision: Revision = None,
-    host: Annotated[str, Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
-    port: Annotated[int, Option(min=0, max=65535, help="0 for any that is free.")] = 8080,
-    api_key_file: Annotated[
-        Path | None, Option(help=f"API keys, one a line; also from {KEYS}, by commas.")
+    prefixes: Annotated[
+        Path | None, Option("--prefixes", "-p", help="Folder of a prefix cache on disk.")
     ] = None,
-    separate_clients: Annotated[
-        bool, Option("--separate-clients", help="Each uses only its own cached prefixes.")
-    ] = False,
-    allowed_host: Annotated[
-        list[str], Option(help="Name that clients call the service by; may be repeated.")
-    ] = [],  # noqa: B006
-    notice: Annotated[
-        float, Option(min=0, help="Seconds of 503 from /ready before the end at SIGTERM.")
-    ] = 5.0,
-    max_documents: Annotated[int, Option(min=1, help="Documents of one request.")] = 1000,
-    max_body: Annotated[str, Option(help="Size of one request, such as 20MB.")] = "20MB",
-    max_queue: Annotated[
-        int, Option(min=1, help="Documents that may wait, of all requests.")
-    ] = 10_000,
-    timeout: Annotated[
-        float, Option(min=0.001, help="Seconds from a request to its answer.")
-    ] = 60.0,
-    drop: Annotated[
-        bool, Option("--drop", help="Leave out what is below the native threshold.")
-    ] = False,
-    normalize: Annotated[
-        bool, Option("--normalize", help="Scores from 0 to 1; 0.5: the native threshold.")
-    ] = False,
     program: Annotated[
         str | None,
         Option(
             "--for", help=f"Answer as this program needs, and say what to enter: {', '.join(APPS)}."
         ),
     ] = None,
-    no_canary: Annotated[
-        bool, Option("--no-canary", help="Be ready without scoring anything.")
-    ] = False,
-    prefix_cache: Annotated[
-        str | None, Option(help="Prefix cache on the device, such as 512MB; 0: none.")
-    ] = None,
-    prefixes: Annotated[
-        Path | None, Option("--prefixes", "-p", help="Folder of a prefix cache on disk.")
-    ] = None,
-    log_level: Annotated[LogLevel, Option(help="Of this package and the server.")] = "info",
 ) -> None:
     """Answer over HTTP, as clients of Cohere, Jina, TEI, vLLM, Infinity and NVIDIA ask.
 
@@ -136,43 +131,37 @@ def serve(
             f"--for {program} is not known.{nearest(program, APPS)} Choose of: {', '.join(APPS)}."
         )
     for_program = APPS.get(program, {"drop": False, "enter": []})
-    source = ModelSource(model, revision, load, prefix_cache=prefix_choice(prefix_cache, prefixes))
+    cache = prefix_choice(options.prefix_cache, prefixes)
+    source = ModelSource(model, revision, load, prefix_cache=cache)
     from ..service.app import Settings
     from ..service.engine import Canary
     from ..service.fair_queue import QueueLimits
     from ..service.scheduler import Scheduler
     from ..service.server import Limits
 
-    try:
-        settings = Settings(
-            api_keys=tuple(map(SecretStr, read_keys(os.environ.get(KEYS, "")))),
-            api_key_file=api_key_file,
-            separate_clients=separate_clients,
-            allowed_hosts=tuple(allowed_host),
-            max_documents=max_documents,
-            max_body_bytes=as_bytes(max_body),
-            timeout=timeout,
-            normalize=normalize or program is not None,
-            drop=drop or for_program["drop"],
-        )
-    except ValidationError as error:
-        raise InputError(f"{problems_of(error)}.") from None
-    canary: Canary | None = Canary()
-    if no_canary:
-        canary = None
+    settings = Settings(
+        api_keys=tuple(map(SecretStr, read_keys(os.environ.get(KEYS, "")))),
+        api_key_file=options.api_key_file,
+        separate_clients=options.separate_clients,
+        allowed_hosts=tuple(options.allowed_host),
+        max_documents=options.max_documents,
+        max_body_bytes=as_bytes(options.max_body),
+        timeout=options.timeout,
+        normalize=options.normalize or program is not None,
+        drop=options.drop or for_program["drop"],
+    )
+    level = options.log_level.upper()
     backend = Scheduler(
         partial(load_reranker, source),
         model,
-        limits=QueueLimits(documents=max_queue),
-        canary=canary,
-        prepare=partial(prepare_logs, log_level.upper()),
+        limits=QueueLimits(documents=options.max_queue),
+        canary=None if options.no_canary else Canary(),
+        prepare=partial(prepare_logs, level),
     )
-    limits = Limits(notice=notice)
-    level = log_level.upper()
-    key = "any"
-    if settings.closed:
-        key = "KEY-OF-THIS-SERVICE"
+    key = "KEY-OF-THIS-SERVICE" if settings.closed else "any"
     enter = "".join(f"\n  {line}" for line in for_program["enter"]).replace("{key}", key)
+    limits = Limits(notice=options.notice)
+    host, port = options.host, options.port
     run(backend, settings, limits, host=host, port=port, log_level=level, enter=enter)
 
 
@@ -222,10 +211,6 @@ def run(
                 soft_wrap=True,
             ),
         )
-        # A closed terminal is an end like Ctrl-C, unless nohup is in use.
-        hangup = getattr(signal, "SIGHUP", None)
-        if hangup is not None and signal.getsignal(hangup) is signal.SIG_DFL:
-            signal.signal(hangup, server.handle_exit)
         try:
             server.run(sockets=[bound])
         except SystemExit:

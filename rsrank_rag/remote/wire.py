@@ -4,13 +4,12 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from typing import Any
 
 from pydantic import BaseModel, Field, ValidationError
 from typing_extensions import Self
 
 from ..errors import RemoteError, problems_of
-from ..passages.parts import WHOLE, Excerpt, Reading, Window, encodable
+from ..passages.parts import Excerpt, Reading, Window, encodable
 from ..reranker import LongQueries, Scored
 
 
@@ -66,17 +65,17 @@ def request_body(
     long_queries: LongQueries = "cut",
 ) -> bytes:
     """The request for the raw scores of all documents."""
-    # These are sent because the service may have other defaults. Documents are dropped here.
-    body: dict[str, Any] = {"threshold": None, "normalize": False}
-    # The places of windows and sentences count characters, so the length of a text stays.
-    body["query"] = encodable(query)
-    body["documents"] = [encodable(text) for text in documents]
-    if long_queries != "cut":
-        body["long_queries"] = long_queries
-    if model is not None:
-        body["model"] = model
-    if reading != WHOLE:
-        body |= asdict(replace(reading, context=0))
+    body = {
+        "model": model,
+        # The places of windows and sentences count characters, so the length of a text stays.
+        "query": encodable(query),
+        "documents": [encodable(text) for text in documents],
+        "long_queries": long_queries,
+        # These are sent because the service may have other defaults. Documents are dropped here.
+        "threshold": None,
+        "normalize": False,
+        **asdict(replace(reading, context=0)),
+    }
     return json.dumps(body, ensure_ascii=False).encode()
 
 

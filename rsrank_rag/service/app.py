@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, Discriminator, Field, Tag, TypeAdapter
+from pydantic import BaseModel, Discriminator, Tag, TypeAdapter
 
 from .. import __version__
 from ..errors import InputError, RSRankError, needs
@@ -24,7 +24,7 @@ with needs(
     "pythonjsonlogger",
     "starlette",
 ):
-    from fastapi import APIRouter, Body, Depends, FastAPI, Request, Response
+    from fastapi import Body, Depends, FastAPI, Request, Response
     from fastapi.responses import FileResponse, HTMLResponse, PlainTextResponse
     from fastapi.security import HTTPBearer
     from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -65,16 +65,14 @@ AnyRerankRequest = Annotated[
 ]
 
 
-class Info(BaseModel):
+class Info(BaseModel, use_attribute_docstrings=True):
     """The model and the service's limits; the fields of TEI among them."""
 
     model_id: str
-    model_type: dict[str, dict[str, dict[str, int]]] = Field(
-        description="As TEI's clients read it."
-    )
-    max_input_length: int | None = Field(
-        default=None, description="Tokens of a document that are read, if that is known."
-    )
+    model_type: dict[str, dict[str, dict[str, int]]]
+    """As TEI's clients read it."""
+    max_input_length: int | None = None
+    """Tokens of a document that are read, if that is known."""
     threshold: float | None
     explains: bool
     max_client_batch_size: int
@@ -111,14 +109,16 @@ def create_app(backend: Scheduler, settings: Settings | None = None) -> FastAPI:
         # These pages would load scripts from elsewhere.
         docs_url=None,
         redoc_url=None,
+        responses={status: {"model": Error} for status in ERRORS},
+        # The middleware asks for keys; here they are only described.
+        dependencies=[Depends(HTTPBearer(auto_error=False))] if settings.closed else [],
     )
     app.state.failure = None
     app.state.backend = backend
     app.state.settings = settings
     app.state.metrics = metrics
-    app.include_router(_Service(backend, settings, metrics).router())
-    keys = Keys(settings)
-    app.add_middleware(RequestMiddleware, settings=settings, keys=keys, metrics=metrics)
+    _Service(backend, settings, metrics).add_routes(app)
+    app.add_middleware(RequestMiddleware, settings=settings, keys=Keys(settings), metrics=metrics)
     answer_errors(app)
     return app
 
@@ -130,42 +130,34 @@ class _Service:
         self.metrics = metrics
         self.created = int(time.time())
 
-    def router(self) -> APIRouter:
-        """All routes. The middleware asks for keys; here they are only described."""
-        routes = APIRouter(responses={503: {"model": Error}})
-        routes.add_api_route("/", self.page, response_class=HTMLResponse)
-        routes.add_api_route("/health", self.health)
-        routes.add_api_route("/v1/cluster/auth", self.auth)
-        routes.add_api_route("/ready", self.ready)
-        routes.add_api_route("/.well-known/ready", self.ready)
-
-        has_keys = [Depends(HTTPBearer(auto_error=False))] if self.settings.closed else []
-        errors: dict[int | str, Any] = {status: {"model": Error} for status in ERRORS}
-        closed = APIRouter(dependencies=has_keys, responses=errors)
+    def add_routes(self, app: FastAPI) -> None:
+        """Add all routes to an app."""
         any_response = RerankResponse | list[others.TextScore] | others.RankingResponse
-        posts: dict[tuple[str, ...], tuple[Any, Any]] = {
-            ("/v1/rerank", "/v2/rerank", "/providers/cohere/v2/rerank"): (
-                RerankRequest,
-                RerankResponse,
-            ),
-            ("/v1/reranking", "/rerank", "/reranking", "/api/rerank"): (
-                AnyRerankRequest,
-                any_response,
-            ),
-            ("/v1/ranking",): (others.RankingRequest, others.RankingResponse),
-            ("/explain",): (others.ExplainRequest, Explanation),
+        rerank = (RerankRequest, RerankResponse)
+        any_rerank = (AnyRerankRequest, any_response)
+        posts: dict[str, tuple[Any, Any]] = {
+            "/v1/rerank": rerank,
+            "/v2/rerank": rerank,
+            "/providers/cohere/v2/rerank": rerank,
+            "/v1/reranking": any_rerank,
+            "/rerank": any_rerank,
+            "/reranking": any_rerank,
+            "/api/rerank": any_rerank,
+            "/v1/ranking": (others.RankingRequest, others.RankingResponse),
+            "/explain": (others.ExplainRequest, Explanation),
         }
-        for paths, (kind, model) in posts.items():
-            for path in paths:
-                endpoint = self._endpoint(kind)
-                closed.add_api_route(path, endpoint, methods=["POST"], response_model=model)
-        closed.add_api_route("/v1/models", self.models)
-        closed.add_api_route("/providers/cohere/v2/models", self.models)
-        closed.add_api_route("/v1/models/{name:path}", self.model)
-        closed.add_api_route("/info", self.info, response_model_exclude_defaults=True)
-        closed.add_api_route("/metrics", self.metrics_page, response_class=PlainTextResponse)
-        routes.include_router(closed)
-        return routes
+        for path, (kind, model) in posts.items():
+            app.add_api_route(path, self._endpoint(kind), methods=["POST"], response_model=model)
+        app.add_api_route("/", self.page, response_class=HTMLResponse)
+        app.add_api_route("/health", self.health)
+        app.add_api_route("/ready", self.ready)
+        app.add_api_route("/.well-known/ready", self.ready)
+        app.add_api_route("/v1/cluster/auth", self.auth)
+        app.add_api_route("/v1/models", self.models)
+        app.add_api_route("/providers/cohere/v2/models", self.models)
+        app.add_api_route("/v1/models/{name:path}", self.model)
+        app.add_api_route("/info", self.info, response_model_exclude_defaults=True)
+        app.add_api_route("/metrics", self.metrics_page, response_class=PlainTextResponse)
 
     def _endpoint(self, kind: Any) -> Callable[..., Awaitable[Response]]:
         """A function that answers requests of one kind."""
@@ -244,17 +236,15 @@ class _Service:
         return scores
 
     def _check_size(self, query: str, documents: Sequence[str]) -> None:
-        limits = self.settings
-        sizes = [
-            ("The request", "documents", len(documents), limits.max_documents),
-            ("The query", "characters", len(query), limits.max_query_characters),
-        ]
-        for place, text in enumerate(documents):
-            most = limits.max_document_characters
-            sizes.append((f"Document {place}", "characters", len(text), most))
-        for name, unit, size, most in sizes:
+        def check(name: str, size: int, most: int, unit: str = "characters") -> None:
             if size > most:
                 raise RequestError(413, f"{name} has {size:,} {unit}; it may have {most:,}.")
+
+        limits = self.settings
+        check("The request", len(documents), limits.max_documents, "documents")
+        check("The query", len(query), limits.max_query_characters)
+        for place, text in enumerate(documents):
+            check(f"Document {place}", len(text), limits.max_document_characters)
 
     async def _work(self, request: Request, pairs: Sequence[Pair], explain: bool) -> list[Outcome]:
         """Have the backend score pairs. If the client leaves, the work is cancelled.

@@ -65,7 +65,7 @@ class ServiceError(RSRankError):
     """
 
     status = 503
-    retry_after: float | None = 5.0
+    retry_after: int | None = 5
 
 
 class OverloadedError(ServiceError):
@@ -73,7 +73,7 @@ class OverloadedError(ServiceError):
 
     status = 429
 
-    def __init__(self, message: str, retry_after: float) -> None:
+    def __init__(self, message: str, retry_after: int) -> None:
         super().__init__(message)
         self.retry_after = retry_after
 

@@ -1,6 +1,5 @@
 """The model's side of the queue: cuts documents into parts and scores the parts."""
 
-import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -8,7 +7,7 @@ from itertools import groupby, islice
 from multiprocessing import parent_process
 from typing import Any
 
-from ..errors import InputError, ScoringError
+from ..errors import InputError, ScoringError, finite
 from ..passages.explanation import Explanation
 from ..passages.pairs import Segment, cut, parts_of
 from ..passages.ranked import Scored
@@ -32,8 +31,8 @@ class Canary:
 Parts = tuple[Segment, list[tuple[Pair, int]]]
 """A segment of a document, and its parts with the cost of each."""
 
-Work = Callable[[Reranker, list[Pair]], list[Any]]
-"""Gives one value for each pair."""
+Work = Callable[[Reranker, list[Any]], list[Any]]
+"""Gives one value for each item."""
 
 
 class Engine:
@@ -75,29 +74,15 @@ class Engine:
         )
 
     def cut(self, documents: Sequence[tuple[Pair, Segment | None]]) -> list[Parts | Outcome]:
-        """The parts of the next segment of each document, or why there are none."""
-        segments: list[tuple[Segment, int] | Outcome] = []
-        parts: list[Pair] = []
-        for pair, before in documents:
-            try:
-                segment = cut(pair, self._reranker_for(pair).token_ends, before)
-            except BaseException as error:
-                segments.append(_failure(error))
-            else:
-                of_segment = parts_of(pair, segment.spans)
-                segments.append((segment, len(of_segment)))
-                parts += of_segment
-        # A part whose cost cannot be computed has its error when it is run.
-        costs = [1 if isinstance(n, Outcome) else n for n in self._each(parts, _token_costs)]
-        costed = zip(parts, costs, strict=True)
-        return [
-            one if isinstance(one, Outcome) else (one[0], list(islice(costed, one[1])))
-            for one in segments
-        ]
+        """The parts of the next segment of each document, or why there are none.
+
+        With each document comes the segment before that one.
+        """
+        return self._each(documents, [pair for pair, _ in documents], _parts)
 
     def score(self, pairs: Sequence[Pair]) -> list[Outcome]:
         """Score pairs of any clients, each document whole."""
-        return self._each(pairs, _outcomes)
+        return self._each(pairs, pairs, _outcomes)
 
     def run(
         self, pairs: Sequence[Pair], explain: bool = False
@@ -106,7 +91,7 @@ class Engine:
 
         ``explain``: take the scores apart; an InputError if the model cannot do so.
         """
-        outcomes = self._each(pairs, self._explained if explain else _outcomes)
+        outcomes = self._each(pairs, pairs, self._explained if explain else _outcomes)
         return outcomes, getattr(self.reranker, "stats", dict)()
 
     def _explained(self, reranker: Reranker, pairs: list[Pair]) -> list[Outcome]:
@@ -116,32 +101,33 @@ class Engine:
         explained = [explain(pair.query, pair.document) for pair in pairs]
         return [Outcome(Scored(one.score, one.truncated), explanation=one) for one in explained]
 
-    def _reranker_for(self, pair: Pair) -> Reranker:
-        return self.reranker.with_salt(pair.salt) if pair.salt else self.reranker
+    def _each(self, items: Sequence[Any], pairs: Sequence[Pair], work: Work) -> list[Any]:
+        """What ``work`` gives for each item, or the Outcome of an item on which it fails.
 
-    def _each(self, pairs: Sequence[Pair], work: Work) -> list[Any]:
-        """What ``work`` gives for each pair, or the Outcome of a pair on which it fails.
-
-        The pairs of one query stay together, because most faults are a query's.
+        Each item has a pair. The items of one query stay together, because most faults are a
+        query's.
         """
-        places = sorted(range(len(pairs)), key=lambda n: (pairs[n].salt, pairs[n].query))
+        places = sorted(range(len(items)), key=lambda n: (pairs[n].salt, pairs[n].query))
         results: dict[int, Any] = {}
-        for _, group in groupby(places, lambda n: pairs[n].salt):
+        for salt, group in groupby(places, lambda n: pairs[n].salt):
             same = list(group)
-            results.update(zip(same, self._halved([pairs[n] for n in same], work), strict=True))
-        return [results[place] for place in range(len(pairs))]
+            reranker = self.reranker.with_salt(salt) if salt else self.reranker
+            values = _halved(reranker, [items[place] for place in same], work)
+            results.update(zip(same, values, strict=True))
+        return [results[place] for place in range(len(items))]
 
-    def _halved(self, pairs: list[Pair], work: Work) -> list[Any]:
-        """As `_each`, of pairs that share a reranker. Pairs that fail are tried in halves."""
-        try:
-            values = work(self._reranker_for(pairs[0]), pairs)
-            return [value for _, value in zip(pairs, values, strict=True)]
-        except BaseException as error:
-            if len(pairs) == 1:
-                return [_failure(error)]
-            _check_process(error)
-            middle = len(pairs) // 2
-            return self._halved(pairs[:middle], work) + self._halved(pairs[middle:], work)
+
+def _halved(reranker: Reranker, items: list[Any], work: Work) -> list[Any]:
+    """As `Engine._each`, with one reranker. Items that fail together are tried in halves."""
+    try:
+        values = work(reranker, items)
+        return [value for _, value in zip(items, values, strict=True)]
+    except BaseException as error:
+        if len(items) == 1:
+            return [_failure(error)]
+        _check_process(error)
+        middle = len(items) // 2
+        return _halved(reranker, items[:middle], work) + _halved(reranker, items[middle:], work)
 
 
 def _check_process(error: BaseException) -> None:
@@ -164,20 +150,26 @@ def _with_fitting_queries(reranker: Reranker, pairs: Sequence[Pair]) -> list[Pai
     return [replace(pair, query=queries.get(pair.query, pair.query)) for pair in pairs]
 
 
-def _token_costs(reranker: Reranker, pairs: list[Pair]) -> list[int]:
-    return reranker.token_costs(_with_fitting_queries(reranker, pairs))
+def _parts(reranker: Reranker, documents: list[tuple[Pair, Segment | None]]) -> list[Parts]:
+    segments: list[Segment] = []
+    parts: list[Pair] = []
+    for pair, before in documents:
+        segment = cut(pair, reranker.token_ends, before)
+        segments.append(segment)
+        parts += parts_of(pair, segment.spans)
+    costs = reranker.token_costs(_with_fitting_queries(reranker, parts))
+    costed = zip(parts, costs, strict=True)
+    return [(segment, list(islice(costed, len(segment.spans)))) for segment in segments]
 
 
 def _outcomes(reranker: Reranker, pairs: list[Pair]) -> list[Outcome]:
     """Scores as plain numbers, because a model may give a tensor, or what cannot be pickled."""
-    outcomes = []
+    outcomes: list[Outcome] = []
     read = _with_fitting_queries(reranker, pairs)
     for pair, fitting, one in zip(pairs, read, reranker.score_pairs(read), strict=True):
-        scored = Scored(float(one.score), bool(one.truncated), int(one.tokens))
-        outcome = Outcome(scored, query_truncated=fitting.query != pair.query)
-        if not math.isfinite(scored.score):
-            outcome = Outcome(None, fault="unscored", error=f"scored {scored.score}.")
-        outcomes.append(outcome)
+        score = finite(float(one.score), len(outcomes))
+        scored = Scored(score, bool(one.truncated), int(one.tokens))
+        outcomes.append(Outcome(scored, query_truncated=fitting.query != pair.query))
     return outcomes
 
 

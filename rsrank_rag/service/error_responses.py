@@ -1,12 +1,11 @@
 """Error responses: one body for every error, in which each client finds the field that it reads."""
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel, Field
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from ..errors import InputError
@@ -23,15 +22,17 @@ class DocumentError(BaseModel):
     message: str
 
 
-class Error(BaseModel):
+class Error(BaseModel, use_attribute_docstrings=True):
     """The body of every error."""
 
-    error: str = Field(description="What is wrong (read by clients of TEI).")
-    message: str = Field(description="The same as error (read by clients of Cohere).")
-    detail: str = Field(description="The same as error (read by clients of Jina and NVIDIA).")
-    documents: list[DocumentError] | None = Field(
-        default=None, description="The documents that have the error."
-    )
+    error: str
+    """What is wrong (read by clients of TEI)."""
+    message: str
+    """The same as error (read by clients of Cohere)."""
+    detail: str
+    """The same as error (read by clients of Jina and NVIDIA)."""
+    documents: list[DocumentError] | None = None
+    """The documents that have the error."""
 
 
 class RequestError(HTTPException):
@@ -75,9 +76,7 @@ def answer_errors(app: FastAPI) -> None:
 
     @app.exception_handler(ServiceError)
     async def not_answered(request: Request, error: ServiceError) -> Response:
-        headers = {}
-        if error.retry_after is not None:
-            headers["Retry-After"] = str(math.ceil(error.retry_after))
+        headers = {"Retry-After": str(error.retry_after)} if error.retry_after else {}
         return error_response(error.status, str(error), headers=headers)
 
     @app.exception_handler(InputError)

@@ -6,13 +6,15 @@ small credit.
 """
 
 import asyncio
+import heapq
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from operator import itemgetter
 
 from ..passages.pairs import Segment, combined
-from ..passages.parts import SEGMENT, WHOLE, Span
+from ..passages.parts import SEGMENT, Span
 from ..reranker import Pair
 from .backend import Outcome
 from .engine import Parts
@@ -38,7 +40,7 @@ class QueueLimits:
 
 @dataclass(eq=False, slots=True)
 class QueueDocument:
-    """A document with the outcomes of its parts.
+    """A document with its items, and the outcomes of its parts.
 
     Attributes:
         client: Who waits for it.
@@ -46,10 +48,11 @@ class QueueDocument:
         explain: Whether its score is to be taken apart.
         arrived: On the event loop's clock.
         cost: Tokens, by estimate.
-        answer: Done when all parts have a score (None) or one has none (its outcome).
+        answer: Done when all parts have a score, or one has none.
         segment: The last one that was cut.
         spans: Of all parts that are known.
-        outcomes: Of the first parts. The parts of a document are run in their order.
+        items: Parts that have no outcome yet, in their order; last the rest, if any, to be cut.
+        outcomes: Of the first parts.
     """
 
     client: "QueueClient"
@@ -57,53 +60,51 @@ class QueueDocument:
     explain: bool
     arrived: float
     cost: int
-    answer: "asyncio.Future[Outcome | None]"
+    answer: "asyncio.Future[None]"
     segment: Segment | None = None
     spans: list[Span] = field(default_factory=list)
+    items: "deque[QueueItem]" = field(default_factory=deque)
     outcomes: list[Outcome] = field(default_factory=list)
 
-    def uncut(self) -> "QueueItem":
-        """An item for what is not cut yet; its cost is that of cutting the next segment."""
+    def add_rest(self) -> None:
+        """Add an item for what is not cut yet; its cost is that of cutting the next segment."""
         start = self.segment.stop if self.segment else 0
         rest = len(self.pair.document) - start
-        return QueueItem(self, None, 1 + min(rest, SEGMENT) // CHARACTERS_CUT_PER_TOKEN)
+        cost = 1 + min(rest, SEGMENT) // CHARACTERS_CUT_PER_TOKEN
+        self.items.append(QueueItem(self, None, cost))
 
     def take_parts(self, parts: Parts) -> None:
-        """Queue the parts of the next segment, and what is behind them."""
+        """Replace the rest by the parts of the next segment, and what is behind them."""
+        self.items.pop()
         self.segment, costed = parts
         self.spans += self.segment.spans
-        items = [QueueItem(self, part, cost) for part, cost in costed]
+        self.items.extend(QueueItem(self, part, cost) for part, cost in costed)
         if not self.segment.is_last:
-            items.append(self.uncut())
-        self.client.items.extendleft(reversed(items))
-        self._finish_if_complete()
+            self.add_rest()
+        self._answer_if(not self.items)
 
     def take_outcome(self, outcome: Outcome) -> None:
-        """Take in the outcome of the next part. If it has no score, the document has none."""
-        if outcome.scored is None:
-            self.finish(outcome)
-        self.outcomes.append(outcome)
-        self._finish_if_complete()
-
-    def finish(self, failure: Outcome | None = None) -> None:
-        """Answer. Nothing more of the document is scored."""
+        """Replace the first item by its outcome. If it has no score, the document has none."""
         if not self.answer.done():
-            self.answer.set_result(failure)
+            self.items.popleft()
+            self.outcomes.append(outcome)
+            self._answer_if(outcome.scored is None or not self.items)
 
-    def _finish_if_complete(self) -> None:
-        if self.segment and self.segment.is_last and len(self.outcomes) == len(self.spans):
-            self.finish()
+    def fail(self, error: str) -> None:
+        """Answer with an error that is not the document's own."""
+        self.take_outcome(Outcome(None, fault="internal", error=error))
+
+    def _answer_if(self, is_complete: bool) -> None:
+        if is_complete and not self.answer.done():
+            self.answer.set_result(None)
 
     def outcome(self) -> Outcome:
         """Why the document has no score, or its outcome from those of its parts."""
-        failure = self.answer.result()
-        if failure is not None or self.pair.reading == WHOLE:
-            return failure or self.outcomes[0]
         parts = [one.scored for one in self.outcomes if one.scored is not None]
-        return Outcome(
-            combined(self.pair, self.spans, parts),
-            any(one.query_truncated for one in self.outcomes),
-        )
+        if len(parts) < len(self.outcomes):
+            return self.outcomes[-1]
+        first = self.outcomes[0] if parts else Outcome(None)
+        return replace(first, scored=combined(self.pair, self.spans, parts))
 
 
 @dataclass(eq=False, slots=True)
@@ -127,10 +128,6 @@ class QueueItem:
         """Whether the item is a batch by itself."""
         return self.deaths > 0 or self.document.explain
 
-    def fail(self, error: str) -> None:
-        """Answer with an error that is not the document's own."""
-        self.document.finish(Outcome(None, fault="internal", error=error))
-
 
 @dataclass(eq=False, slots=True)
 class QueueClient:
@@ -138,18 +135,25 @@ class QueueClient:
 
     Attributes:
         served: Tokens that the client has had, on a clock that all clients share.
-        documents: Those of requests without an answer.
-        items: What can be cut or run.
+        documents: Those of requests without an answer, in their order; the values mean nothing.
     """
 
     served: float
-    documents: set[QueueDocument] = field(default_factory=set)
-    items: deque[QueueItem] = field(default_factory=deque)
+    documents: dict[QueueDocument, None] = field(default_factory=dict)
 
     @property
     def cost(self) -> int:
         """Tokens of all documents, by estimate."""
         return sum(document.cost for document in self.documents)
+
+    def turns(self) -> Iterator[tuple[float, QueueItem]]:
+        """Items in their order, each after the tokens that the client has had before it."""
+        served = self.served
+        for document in self.documents:
+            if not document.answer.done():
+                for item in document.items:
+                    yield served, item
+                    served += item.cost
 
 
 class FairQueue:
@@ -181,12 +185,13 @@ class FairQueue:
         newest = self.clock - self.credit
         client = self.clients.setdefault(name, QueueClient(newest))
         client.served = max(client.served, newest)
-        documents = [
-            QueueDocument(client, pair, explain, loop.time(), cost, loop.create_future())
-            for pair, cost in zip(pairs, costs, strict=True)
-        ]
-        client.documents.update(documents)
-        client.items.extend(document.uncut() for document in documents)
+        documents = []
+        for pair, cost in zip(pairs, costs, strict=True):
+            answer = loop.create_future()
+            document = QueueDocument(client, pair, explain, loop.time(), cost, answer)
+            document.add_rest()
+            documents.append(document)
+        client.documents.update(dict.fromkeys(documents))
         return documents
 
     def withdraw(self, documents: Sequence[QueueDocument]) -> int:
@@ -194,49 +199,44 @@ class FairQueue:
 
         Clients without requests are forgotten, unless they have had more than a new client has.
         """
-        client = documents[0].client
-        client.documents.difference_update(documents)
-        unanswered = sum(document.answer.cancel() for document in documents)
-        if unanswered:
-            client.items = deque(item for item in client.items if not item.document.answer.done())
+        for document in documents:
+            document.client.documents.pop(document, None)
         newest = self.clock - self.credit if self.waiting else math.inf
         self.clients = {
             name: client
             for name, client in self.clients.items()
             if client.documents or client.served > newest
         }
-        return unanswered
+        return sum(document.answer.cancel() for document in documents)
 
     def next_batch(self, tokens: int) -> list[QueueItem]:
-        """Take items of whichever client has had the least, up to so many tokens."""
-        batch: list[QueueItem] = []
-        served = {client: client.served for client in self.clients.values()}
-        while ready := [client for client in served if client.items]:
-            client = min(ready, key=served.__getitem__)
-            item = client.items[0]
-            if not item.document.answer.done():
-                if batch and (item.cost > tokens or item.is_alone or batch[0].is_alone):
-                    break
-                # Whoever asks for little need not wait for the items of whoever asks for much.
-                if batch and client.served - batch[0].document.client.served > self.credit / 2:
-                    break
-                batch.append(item)
-                tokens -= item.cost
-                served[client] += item.cost
-            client.items.popleft()
-        return batch
+        """Items of whichever client has had the least, up to so many tokens.
 
-    def charge(self, items: Iterable[QueueItem]) -> None:
-        """Put on their clients' clocks what the model's process is going to do."""
-        for item in items:
+        The items of a batch are either all to be cut or all to be run. They stay in the queue until
+        their documents take in the results, and their clients pay for them now.
+        """
+        batch: list[QueueItem] = []
+        turns = [client.turns() for client in self.clients.values()]
+        for _, item in heapq.merge(*turns, key=itemgetter(0)):
+            if batch:
+                is_full = item.cost > tokens or item.is_alone or batch[0].is_alone
+                # Whoever asks for little need not wait for the items of whoever asks for much.
+                lead = item.document.client.served - batch[0].document.client.served
+                if is_full or lead > self.credit / 2:
+                    break
+            batch.append(item)
+            tokens -= item.cost
+        # What is not cut yet is cut before anything of the batch is run.
+        batch = [item for item in batch if item.part is None] or batch
+        for item in batch:
             client = item.document.client
             self.clock = max(self.clock, client.served)
             client.served += item.cost
+        return batch
 
     def give_up(self) -> None:
         """Answer all that waits: there is no model and will be none."""
         for client in self.clients.values():
-            client.items.clear()
             for document in client.documents:
                 document.answer.cancel()
         self.clients.clear()

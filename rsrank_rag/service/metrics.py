@@ -16,7 +16,6 @@ from .logs import Record
 from .scheduler import Scheduler
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-SIZES = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 
 COUNTERS = {
     "documents": "Documents scored, or without a score.",
@@ -34,13 +33,6 @@ COUNTERS = {
 }
 """Counters of `Scheduler.stats`, to whose names Prometheus adds ``_total``. Those of the prefix
 cache are without ``prefix_`` there."""
-
-PREFIXES: dict[str, tuple[type[CounterMetricFamily | GaugeMetricFamily], str, str]] = {
-    "hits": (CounterMetricFamily, "rsrank_prefix_hits", "Documents whose prefix was cached."),
-    "bytes": (GaugeMetricFamily, "rsrank_prefix_bytes", "Size of the cached prefixes."),
-    "limit": (GaugeMetricFamily, "rsrank_prefix_limit_bytes", "Most that may be cached."),
-}
-"""Likewise, for each place of the prefix cache, such as ``disk_hits``."""
 
 
 class Metrics(Collector):
@@ -65,17 +57,12 @@ class Metrics(Collector):
             ("route", "status"),
             buckets=SECONDS,
         )
-        self._documents = histogram(
-            "rsrank_request_documents", "Documents of a request.", ("route",), buckets=SIZES
-        )
         text = "Time from a document's arrival to its turn."
         backend.observe_wait = histogram("rsrank_wait_seconds", text, buckets=SECONDS).observe
 
     def observe(self, record: Record) -> None:
         """Count a request that has been answered."""
         self._seconds.labels(record.route, str(record.status)).observe(record.seconds)
-        if record.documents is not None:
-            self._documents.labels(record.route).observe(record.documents)
 
     def collect(self) -> Iterator[Metric]:
         """Every counter and level of the backend."""
@@ -90,8 +77,12 @@ class Metrics(Collector):
         for name, text in COUNTERS.items():
             value = stats[name.removeprefix("prefix_")]
             yield CounterMetricFamily(f"rsrank_{name}", text, value)
-        for what, (kind, title, text) in PREFIXES.items():
-            family = kind(title, text, labels=["place"])
+        for kind, what, name, text in (
+            (CounterMetricFamily, "hits", "hits", "Documents whose prefix was cached."),
+            (GaugeMetricFamily, "bytes", "bytes", "Size of the cached prefixes."),
+            (GaugeMetricFamily, "limit", "limit_bytes", "Most that may be cached."),
+        ):
+            family = kind(f"rsrank_prefix_{name}", text, labels=["place"])
             for place in ("device", "disk"):
                 family.add_metric([place], stats[f"{place}_{what}"])
             yield family

@@ -11,7 +11,7 @@ import uuid
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, Field, SecretStr, field_validator
+from pydantic import BaseModel, Field, PositiveInt, SecretStr, field_validator
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -42,8 +42,10 @@ HEADERS = {
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
-def keys_in(file: Path) -> list[str]:
-    """Keys of a file, one a line; InputError if it cannot be read or has none."""
+def keys_in(file: Path | None) -> list[str]:
+    """Keys of a file, if there is one, one a line; InputError if it cannot be read or has none."""
+    if file is None:
+        return []
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -77,10 +79,10 @@ class Settings(BaseModel, extra="forbid", frozen=True, hide_input_in_errors=True
     api_key_file: Path | None = None
     separate_clients: bool = False
     allowed_hosts: tuple[str, ...] = ()
-    max_documents: int = Field(default=1000, ge=1)
-    max_query_characters: int = Field(default=10_000, ge=1)
-    max_document_characters: int = Field(default=1_000_000, ge=1)
-    max_body_bytes: int = Field(default=20_000_000, ge=1)
+    max_documents: PositiveInt = 1000
+    max_query_characters: PositiveInt = 10_000
+    max_document_characters: PositiveInt = 1_000_000
+    max_body_bytes: PositiveInt = 20_000_000
     timeout: float | None = Field(default=60.0, gt=0, allow_inf_nan=False)
     normalize: bool = False
     drop: bool = False
@@ -115,7 +117,7 @@ class Keys:
     def __init__(self, settings: Settings) -> None:
         self._fixed = [key.get_secret_value().strip() for key in settings.api_keys]
         self._file = settings.api_key_file
-        self._from_file = keys_in(self._file) if self._file is not None else []
+        self._from_file = keys_in(self._file)
         self._trouble = ""
 
     def find(self, authorization: str) -> bytes | None:
@@ -132,7 +134,7 @@ class Keys:
     def _read(self) -> None:
         trouble = ""
         try:
-            self._from_file = keys_in(self._file) if self._file is not None else []
+            self._from_file = keys_in(self._file)
         except InputError as error:
             trouble = f"{error} The keys that were read before stay."
         if trouble and trouble != self._trouble:

@@ -25,7 +25,7 @@ from ..errors import RSRankError
 from ..passages.parts import WHOLE
 from ..reranker import CHARACTERS_PER_TOKEN, Pair, Reranker
 from .backend import DeadlineError, Description, Outcome, OverloadedError, UnavailableError
-from .engine import Canary, Parts
+from .engine import Canary
 from .fair_queue import FairQueue, QueueItem, QueueLimits
 from .worker import ModelProcess, ProcessLostError
 
@@ -74,6 +74,7 @@ class Scheduler:
         self.limits = limits
         self.model = ModelProcess(make, name, canary, prepare, limits.hang_seconds)
         self.observe_wait: Callable[[float], object] = lambda seconds: None
+        # Set by the server at SIGTERM. Requests are taken until `stop`, and /ready is 503.
         self.is_ending = False
         self._stopping = asyncio.Event()
         self._trouble = "The service has not been started."
@@ -133,10 +134,6 @@ class Scheduler:
         if self.readiness() is not None:
             logger.warning("%s", self.readiness())
         self._runner = asyncio.create_task(self._run())
-
-    def end_soon(self) -> None:
-        """Report from now on that the service is not ready; requests are taken until `stop`."""
-        self.is_ending = True
 
     async def stop(self) -> None:
         """Take no more work, finish what is there, and let the model go."""
@@ -212,30 +209,27 @@ class Scheduler:
             raise UnavailableError(f"No requests are taken. {self.readiness()}")
         waiting = self._queue.waiting
         total = sum(waiting.values())
-        if not total:
-            return
-        seconds = 0.0
+        reason, seconds = "", 0.0
         # A client may fill what it leaves free for others.
         if total + waiting.get(client, 0) + len(costs) > self.limits.documents:
             reason = f"{len(costs):,} more"
-        elif timeout is None or not self._speeds:
-            return
-        else:
+        elif timeout is not None and self._speeds:
             costs_by_client = {name: self._queue.clients[name].cost for name in waiting}
             cost = costs_by_client.get(client, 0) + sum(costs)
             costs_by_client[client] = cost
             # Others may ask for as much as this client, or double what waits.
             ahead = min(len(costs_by_client) * cost, 2 * sum(costs_by_client.values()))
             seconds = ahead / self._speed - SHARE * timeout
-            if seconds <= 0:
-                return
-            reason = f"an answer in {timeout:.4g} seconds"
-        self._counts["refused_requests"] += 1
-        raise OverloadedError(
-            f"{total:,} documents are waiting or being scored, too many for {reason}. "
-            "Try again later.",
-            retry_after=max(1.0, math.ceil(seconds)),
-        )
+            if seconds > 0:
+                reason = f"an answer in {timeout:.4g} seconds"
+        # Before an idle model, a request of any size is taken.
+        if total and reason:
+            self._counts["refused_requests"] += 1
+            raise OverloadedError(
+                f"{total:,} documents are waiting or being scored, too many for {reason}. "
+                "Try again later.",
+                retry_after=max(1, math.ceil(seconds)),
+            )
 
     # The loop
 
@@ -247,54 +241,42 @@ class Scheduler:
             if self.model.is_gone():
                 await self._restart()
                 continue
-            self._running = self._queue.next_batch(self._batch_tokens)
-            if not self._running:
+            batch = self._running = self._queue.next_batch(self._batch_tokens)
+            if not batch:
                 await self._work.wait()
                 continue
-            # What is not cut yet is cut before the batch is run.
-            work = [item for item in self._running if item.part is None] or self._running
-            self._queue.charge(work)
             try:
-                await self._do(work)
+                if batch[0].part is None:
+                    await self._cut(batch)
+                else:
+                    await self._score(batch)
             except ProcessLostError:
-                for item in work:
+                for item in batch:
                     item.deaths += 1
                     if item.deaths > 1:
-                        item.fail("ended the model's process, twice.")
-                self._take_parts({})
+                        item.document.fail("ended the model's process, twice.")
                 await self._restart()
             except Exception as error:
                 logger.exception("A batch failed.")
-                for item in self._running:
-                    item.fail(str(error) if isinstance(error, RSRankError) else "was lost.")
+                text = str(error) if isinstance(error, RSRankError) else "was lost."
+                for item in batch:
+                    item.document.fail(text)
             self._running = []
 
-    async def _do(self, work: Sequence[QueueItem]) -> None:
-        """Have the model's process cut or run items, and take in the results."""
-        if work[0].part is None:
-            documents = [(item.document.pair, item.document.segment) for item in work]
-            parts = await self.model.call("cut", documents)
-            self._take_parts(dict(zip(work, parts, strict=True)))
-        else:
-            pairs = [item.part for item in work]
-            answer = await self.model.call("run", pairs, work[0].document.explain)
-            self._take_outcomes(work, *answer)
-
-    def _take_parts(self, results: Mapping[QueueItem, Parts | Outcome]) -> None:
-        """Queue the parts of documents that were cut, and again what else the batch has."""
-        for item in reversed(self._running):
-            result = results.get(item)
-            if result is None:
-                item.document.client.items.appendleft(item)
-            elif isinstance(result, Outcome):
-                item.document.finish(result)
+    async def _cut(self, batch: Sequence[QueueItem]) -> None:
+        """Have the model's process cut documents, and queue their parts."""
+        documents = [(item.document.pair, item.document.segment) for item in batch]
+        results = await self.model.call("cut", documents)
+        for item, result in zip(batch, results, strict=True):
+            if isinstance(result, Outcome):
+                item.document.take_outcome(result)
             else:
                 item.document.take_parts(result)
 
-    def _take_outcomes(
-        self, batch: Sequence[QueueItem], outcomes: list[Outcome], stats: Mapping[str, int]
-    ) -> None:
-        self._model_stats = stats
+    async def _score(self, batch: Sequence[QueueItem]) -> None:
+        """Have the model's process run parts, and take in their outcomes and the speed."""
+        pairs = [item.part for item in batch]
+        outcomes, self._model_stats = await self.model.call("run", pairs, batch[0].document.explain)
         seconds = self.model.seconds
         cost = sum(item.cost for item in batch)
         # A small batch says little about the speed of a full one.

@@ -109,7 +109,7 @@ class Server(uvicorn.Server):
 
         The signal is not raised again afterwards, as uvicorn would: a wanted end is no failure.
         """
-        self.app.state.backend.end_soon()
+        self.app.state.backend.is_ending = True
         self.force_exit = self.should_exit
         self.should_exit = self.end_time < math.inf
         notice = self.limits.notice if sig == signal.SIGTERM else 0.0

@@ -39,18 +39,6 @@ class ProcessLostError(Exception):
     """The model's process died, or was killed because it did not answer."""
 
 
-def load(make: Callable[[], Reranker], name: str) -> Engine:
-    """The engine of a model; every error becomes an RSRankError."""
-    try:
-        return Engine(make(), name)
-    except RSRankError:
-        raise
-    except BaseException as error:
-        # The message can be shown, because no client's text has been seen yet.
-        text = f"{name} could not be loaded ({type(error).__name__}: {error})."
-        raise RSRankError(text) from error
-
-
 def answer_calls(connection: Connection, make: Callable[[], Reranker], name: str) -> None:
     """Answer calls of `Engine` methods until the connection ends. The first one loads the model.
 
@@ -63,7 +51,7 @@ def answer_calls(connection: Connection, make: Callable[[], Reranker], name: str
         while True:
             method, arguments = connection.recv()
             try:
-                engine = engine or load(make, name)
+                engine = engine or Engine(make(), name)
                 connection.send((getattr(engine, method)(*arguments), None))
             except DeviceLostError as error:
                 logger.error("The device is lost (%s); the model's process ends.", error)
@@ -73,6 +61,9 @@ def answer_calls(connection: Connection, make: Callable[[], Reranker], name: str
             except BaseException as error:
                 logger.exception("The model failed.")
                 text = f"The model failed ({type(error).__name__})."
+                if engine is None:
+                    # The message can be shown, because no client's text has been seen yet.
+                    text = f"{name} could not be loaded ({type(error).__name__}: {error})."
                 connection.send((None, RSRankError(text)))
 
 
@@ -83,11 +74,10 @@ def main(
     prepare: Callable[[], object] | None,
 ) -> None:
     """What the model's process does. It ends with its parent, and not before."""
-    # Ctrl-C, a service manager and a closed terminal reach the whole group of processes, but the
-    # parent needs this process to finish its work.
-    for number in ("SIGINT", "SIGTERM", "SIGHUP"):
-        if hasattr(signal, number):
-            signal.signal(getattr(signal, number), signal.SIG_IGN)
+    # Ctrl-C and a service manager reach the whole group of processes, but the parent needs this
+    # process to finish its work.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None
 
@@ -166,7 +156,7 @@ class ModelProcess:
         self._connection, theirs = multiprocessing.Pipe()
         self._process = self._launch(theirs)
         try:
-            self.description = await self._answer("describe", (self.canary,), self._load_limit)
+            self.description = await self.call("describe", self.canary, limit=self._load_limit)
         except ProcessLostError:
             text = f"The process that was to hold {self.name} ended while it was loading."
             raise UnavailableError(text) from None
@@ -183,16 +173,20 @@ class ModelProcess:
         connection.close()
         return process
 
-    async def call(self, method: str, *arguments: Any) -> Any:
+    async def call(self, method: str, *arguments: Any, limit: float | None = None) -> Any:
         """Call a method of the `Engine`.
+
+        Args:
+            method: Its name.
+            arguments: Its arguments.
+            limit: Seconds after which the process is killed; None for ``hang_seconds``.
 
         Raises:
             RSRankError: The model's own error, or one in place of any other error.
             ProcessLostError: The process died, or was killed because it did not answer.
         """
-        return await self._answer(method, arguments, self.hang_seconds)
+        limit = limit or self.hang_seconds
 
-    async def _answer(self, method: str, arguments: tuple[Any, ...], limit: float) -> Any:
         def exchange() -> tuple[Any, RSRankError | None]:
             # In a thread: large messages block, and unpickling very many sentences takes seconds.
             started = time.perf_counter()

@@ -290,7 +290,7 @@ def test_evaluate_says_before_the_work_that_its_report_cannot_be_written(labelle
         (["evaluate", "-m", "bm25", "--data", "nowhere.jsonl"], 2, "could not be read"),
         (["rank", "--nonsense"], 2, "No such option"),
         (["rank", "-q", "x", "-d", "EMPTY", "-m", "ARTIFACT"], 2, "holds no documents"),
-        (["rank", "-q", "x", "-d", "BINARY", "-m", "ARTIFACT"], 2, "is no text in UTF-8"),
+        (["rank", "-q", "x", "-d", "BINARY", "-m", "ARTIFACT"], 2, "Give a text file in UTF-8"),
         (
             ["rank", "-q", "x", "-d", "-", "-m", "bge-reranker-v3"],
             2,
@@ -426,7 +426,7 @@ def test_lone_surrogates_are_shown_as_the_replacement_character(artifact):
 
 def test_standard_input_that_is_not_utf8_is_refused_as_a_file_is(artifact):
     result = run("rank", "-q", QUERY, "-m", artifact, "-d", "-", input=b"Caf\xe9 au lait\n", code=2)
-    assert "no text in UTF-8" in " ".join(result.stderr.split())
+    assert "Give a text file in UTF-8" in " ".join(result.stderr.split())
 
 
 def test_output_is_utf8_whatever_the_terminal_was_set_to(artifact):

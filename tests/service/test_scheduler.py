@@ -636,11 +636,14 @@ async def test_a_batch_of_who_asks_for_little_has_no_items_of_who_asks_for_much(
         queue.add(name, pairs("x"), [1], explain=False)
     clients = {client: name for name, client in queue.clients.items()}
 
-    def names():
-        return [clients[item.document.client] for item in queue.next_batch(1000)]
+    def batch():
+        """The clients of the next batch, whose documents are then withdrawn."""
+        documents = [item.document for item in queue.next_batch(1000)]
+        queue.withdraw(documents)
+        return [clients[document.client] for document in documents]
 
-    assert names() == ["little", "as little"]
-    assert names() == ["much"] * 6
+    assert batch() == ["little", "as little"]
+    assert batch() == ["much"] * 6
 
 
 async def test_a_queue_that_gives_up_answers_all_and_has_nothing_that_waits():
@@ -797,7 +800,7 @@ async def test_what_the_model_gives_as_numbers_is_sent_as_numbers():
         assert scores(await scheduler.score(pairs(1, 2), timeout=60)) == [1, 2]
 
 
-@pytest.mark.parametrize("method", ["_take_parts", "_take_outcomes"])
+@pytest.mark.parametrize("method", ["_cut", "_score"])
 async def test_a_fault_of_the_queues_own_costs_one_batch_and_not_the_service(method):
     async with numbers(Numbers()) as scheduler:
 

@@ -20,19 +20,18 @@ from .common import Count, Flag, Scores, ScoringRequest, Text, TextObject, Usage
 SEARCH_UNIT = 100
 
 
-class RerankedDocument(BaseModel):
+class RerankedDocument(BaseModel, use_attribute_docstrings=True):
     """One row of an answer."""
 
     index: int
     relevance_score: float
     truncated: bool
-    document: TextObject | None = Field(
-        default=None, description="Its text, or the sentences that are kept."
-    )
-    excerpts: list[Excerpt] | None = Field(
-        default=None, description="The sentences kept; offsets in characters."
-    )
-    window: Window | None = Field(default=None, description="The best window, and of how many.")
+    document: TextObject | None = None
+    """Its text, or the sentences that are kept."""
+    excerpts: list[Excerpt] | None = None
+    """The sentences kept; offsets in characters."""
+    window: Window | None = None
+    """The best window, and of how many."""
 
 
 class DocumentScore(BaseModel):
@@ -42,81 +41,61 @@ class DocumentScore(BaseModel):
     score: float
 
 
-class RerankResponse(BaseModel):
+class RerankResponse(BaseModel, use_attribute_docstrings=True):
     """The fields of Cohere, Jina, Infinity and vLLM at once."""
 
     id: str
     object: Literal["rerank"]
     created: int
     model: str
-    results: list[RerankedDocument] = Field(description="Best first; documents without text last.")
-    none_relevant: bool = Field(
-        description="Whether no document scored above the native threshold."
-    )
-    meta: dict[str, dict[str, str | int]] = Field(description="As Cohere's clients expect it.")
+    results: list[RerankedDocument]
+    """Best first; documents without text last."""
+    none_relevant: bool
+    """Whether no document scored above the native threshold."""
+    meta: dict[str, dict[str, str | int]]
+    """As Cohere's clients expect it."""
     usage: Usage
-    threshold: float | None = Field(description="The model's native threshold, on the raw scale.")
-    data: list[RerankedDocument] | None = Field(
-        default=None, description="The results again, for a request with top_k (Voyage)."
-    )
-    scores: list[DocumentScore] | None = Field(
-        default=None, description="All documents in the request's order (Weaviate)."
-    )
-    query_truncated: bool = Field(
-        default=False, description="Only the first and the last part of the query were read."
-    )
+    threshold: float | None
+    """The model's native threshold, on the raw scale."""
+    data: list[RerankedDocument] | None = None
+    """The results again, for a request with top_k (Voyage)."""
+    scores: list[DocumentScore] | None = None
+    """All documents in the request's order (Weaviate)."""
+    query_truncated: bool = False
+    """Only the first and the last part of the query were read."""
 
 
 class RerankRequest(ScoringRequest):
     """As Cohere, Jina, vLLM, Infinity, Xinference and SiliconFlow take it."""
 
     query: Text | TextObject
-    documents: Annotated[list[Text | TextObject], FailFast()] = Field(
-        description='Strings, or objects with a "text".'
-    )
-    top_n: Count | None = Field(
-        default=None,
-        ge=0,
-        description="Answer with at most so many documents; 0 for all.",
-    )
-    top_k: Count | None = Field(default=None, ge=0, description="As top_n (Voyage).")
-    return_documents: Flag | None = Field(
-        default=None, description="Answer with the documents' texts."
-    )
-    weaviates: Any = Field(
-        default=None,
-        validation_alias="property",
-        description="Weaviate sends it, and reads scores.",
-    )
-    threshold: FiniteFloat | Literal["native"] | None = Field(
-        default=None,
-        description="Leave out documents that do not score above this, on the raw scale; native "
-        "for the model's own; null for none. Without it the service's setting applies.",
-    )
-    min_docs: Count | None = Field(
-        default=None, ge=0, description="The best so many stay, even below the threshold."
-    )
-    mode: Literal["drop", "shadow"] = Field(
-        default="drop",
-        description="shadow: answer as if nothing were dropped, and log what would have been.",
-    )
-    extract: Literal["sentences"] | None = Field(
-        default=None,
-        description="sentences: keep, of each document, the sentences that score above the "
-        "threshold (by default the model's own; null: all), with their offsets; documents "
-        "without such a sentence are left out.",
-    )
-    context: Count = Field(
-        default=0, ge=0, description="Keep so many sentences around each such sentence, too."
-    )
-    heading: Flag = Field(
-        default=False,
-        description="Documents begin with a line that is kept with any of their sentences.",
-    )
-    long_documents: Literal["cut", "windows"] = Field(
-        default="cut",
-        description="windows: read long documents in parts; the best part's score counts.",
-    )
+    documents: Annotated[list[Text | TextObject], FailFast()]
+    """Strings, or objects with a "text"."""
+    top_n: Count | None = None
+    """Answer with at most so many documents; 0 for all."""
+    top_k: Count | None = None
+    """As top_n (Voyage)."""
+    return_documents: Flag | None = None
+    """Answer with the documents' texts."""
+    weaviates: Any = Field(default=None, validation_alias="property")
+    """Weaviate sends it, and reads scores."""
+    threshold: FiniteFloat | Literal["native"] | None = None
+    """Leave out documents that do not score above this, on the raw scale; native for the model's
+    own; null for none. Without it the service's setting applies."""
+    min_docs: Count | None = None
+    """The best so many stay, even below the threshold."""
+    mode: Literal["drop", "shadow"] = "drop"
+    """shadow: answer as if nothing were dropped, and log what would have been."""
+    extract: Literal["sentences"] | None = None
+    """sentences: keep, of each document, the sentences that score above the threshold (by default
+    the model's own; null: all), with their offsets; documents without such a sentence are left
+    out."""
+    context: Count = 0
+    """Keep so many sentences around each such sentence, too."""
+    heading: Flag = False
+    """Documents begin with a line that is kept with any of their sentences."""
+    long_documents: Literal["cut", "windows"] = "cut"
+    """windows: read long documents in parts; the best part's score counts."""
 
     @property
     def most(self) -> int | None:
@@ -145,10 +124,10 @@ class RerankRequest(ScoringRequest):
         pair the scores with their own documents.
         """
         threshold = self.threshold
-        if "threshold" not in self.model_fields_set:
-            drops = drop and self.most != len(self.documents)
-            drops = drops or self.extract is not None or self.mode == "shadow"
-            threshold = "native" if drops else None
+        if "threshold" not in self.model_fields_set and (
+            (drop and self.most != len(self.documents)) or self.extract or self.mode == "shadow"
+        ):
+            threshold = "native"
         if threshold != "native":
             return threshold
         if model.threshold is None:

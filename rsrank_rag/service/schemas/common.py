@@ -39,8 +39,8 @@ _AS_SENT = WithJsonSchema({"type": ["boolean", "number", "string"]})
 Flag = Annotated[bool, Field(strict=False), _AS_SENT]
 """A switch, also as programs send it: "true", 1."""
 
-Count = Annotated[int, Field(strict=False), _AS_SENT]
-"""A whole number, also as programs send it: "1", 1.0."""
+Count = Annotated[int, Field(strict=False, ge=0), _AS_SENT]
+"""A number of things, also as programs send it: "1", 1.0."""
 
 
 def normalise(score: float, threshold: float | None) -> float:
@@ -111,15 +111,22 @@ class Scores:
         reading: Reading = WHOLE,
     ) -> RankResult:
         """Documents best first; see `choose`."""
-        options: dict[str, Any] = {"top_n": top_n, "min_docs": min_docs, "reading": reading}
-        return choose("", self.documents, self.scored, cutoff, **options)
+        return choose(
+            "",
+            self.documents,
+            self.scored,
+            cutoff,
+            top_n=top_n,
+            min_docs=min_docs,
+            reading=reading,
+        )
 
     def shown(self, score: float) -> float:
         """A raw score as the answer shows it: raw, or from 0 to 1 if the request asks for that."""
         return normalise(score, self.model.threshold) if self.normalised else score
 
 
-class Strict(BaseModel, strict=True):
+class Strict(BaseModel, strict=True, use_attribute_docstrings=True):
     """A model that converts no value from another type, unless a field allows it."""
 
 
@@ -137,19 +144,6 @@ def text_of(text: str | TextObject) -> str:
 def _refuse_instruction(text: str | None) -> None:
     if text:
         raise ValueError("not taken, because B and its zero point are trained with one prompt")
-
-
-Instruction = Annotated[
-    str | None,
-    AfterValidator(_refuse_instruction),
-    Field(
-        validation_alias=AliasChoices(
-            "instruction", "instruct", AliasPath("chat_template_kwargs", "instruction")
-        ),
-        description="Refused, also as instruct (SGLang) and in chat_template_kwargs (vLLM).",
-        json_schema_extra={"maxLength": 0},
-    ),
-]
 
 
 # Fields that programs send as an empty string where a user has set nothing.
@@ -175,34 +169,31 @@ class ScoringRequest(Strict, ABC):
             return body
         return {name: value for name, value in body.items() if value != "" or name not in OPTIONS}
 
-    model: Any = Field(
-        default=None, description="Any: there is one model, and the answer names it."
-    )
-    max_tokens_per_doc: Count | None = Field(
-        default=None, ge=1, description="Read at most so many tokens of each."
-    )
-    truncate: Flag | Literal["NONE", "END"] | None = Field(
+    model: Any = None
+    """Any: there is one model, and the answer names it."""
+    max_tokens_per_doc: Count | None = Field(default=None, ge=1)
+    """Read at most so many tokens of each."""
+    truncate: Flag | Literal["NONE", "END"] | None = None
+    """False or NONE: a document that is too long is an error instead of being cut."""
+    truncate_prompt_tokens: Literal[-1] | PositiveInt | None = None
+    """As max_tokens_per_doc; -1: all."""
+    truncation_direction: Literal["Right", "right"] | None = None
+    """Documents are cut at their end and nowhere else."""
+    instruction: Annotated[str | None, AfterValidator(_refuse_instruction)] = Field(
         default=None,
-        description="False or NONE: a document that is too long is an error instead of being cut.",
+        validation_alias=AliasChoices(
+            "instruction", "instruct", AliasPath("chat_template_kwargs", "instruction")
+        ),
+        json_schema_extra={"maxLength": 0},
     )
-    truncate_prompt_tokens: Literal[-1] | PositiveInt | None = Field(
-        default=None, description="Likewise; -1: all."
-    )
-    truncation_direction: Literal["Right", "right"] | None = Field(
-        default=None, description="Documents are cut at their end and nowhere else."
-    )
-    instruction: Instruction = None
-    long_queries: LongQueries = Field(
-        default="cut",
-        description="Of a query that is too long: cut reads the first and the last part; error "
-        "refuses the request.",
-    )
-    normalize: Flag | None = Field(
-        default=None, description="Scores between 0 and 1; 0.5 is the native threshold."
-    )
-    raw_scores: Flag | None = Field(
-        default=None, description="False means normalize (TEI, Infinity)."
-    )
+    """Refused, also as instruct (SGLang) and in chat_template_kwargs (vLLM)."""
+    long_queries: LongQueries = "cut"
+    """Of a query that is too long: cut reads the first and the last part; error refuses the
+    request."""
+    normalize: Flag | None = None
+    """Scores between 0 and 1; 0.5 is the native threshold."""
+    raw_scores: Flag | None = None
+    """False means normalize (TEI, Infinity)."""
 
     @abstractmethod
     def query_and_documents(self) -> tuple[str, list[str]]:
@@ -224,8 +215,8 @@ class ScoringRequest(Strict, ABC):
     def pairs(self, salt: str = "") -> list[Pair]:
         """The pairs to be scored, with this request's options."""
         query, documents = self.query_and_documents()
-        limits = (self.max_tokens_per_doc, self.truncate_prompt_tokens)
-        most = min((limit for limit in limits if limit is not None and limit > 0), default=None)
+        limits = [self.max_tokens_per_doc or -1, self.truncate_prompt_tokens or -1]
+        most = min((limit for limit in limits if limit > 0), default=None)
         cut = self.long_queries == "cut"
         options = (most, self.reading, salt, cut)
         return [Pair(query, text, *options) for text in documents]
@@ -239,13 +230,13 @@ class ScoringRequest(Strict, ABC):
     def check(self, outcomes: Sequence[Outcome]) -> None:
         """Raise the error response of a request of which a document has no score, or was cut."""
         faults = {n: one.error for n, one in enumerate(outcomes) if one.scored is None}
-        if faults:
-            is_internal = all(one.fault == "internal" for one in outcomes)
-            raise request_error(faults, 500 if is_internal else 422)
+        is_internal = all(one.fault == "internal" for one in outcomes)
+        status = 500 if is_internal else 422
         # LiteLLM always sends false, and Right.
-        if self.truncate in (False, "NONE") and self.truncation_direction is None:
+        if not faults and self.truncate in (False, "NONE") and self.truncation_direction is None:
+            status = 413
             for number, one in enumerate(outcomes):
                 if one.scored and one.scored.truncated:
                     faults[number] = "was cut: it has more tokens than are read."
-            if faults:
-                raise request_error(faults, 413)
+        if faults:
+            raise request_error(faults, status)

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BaseModel, FailFast, Field
+from pydantic import BaseModel, FailFast
 
 from ...passages.explanation import Explanation
 from .common import Flag, Scores, ScoringRequest, Text, TextObject, Usage
@@ -22,7 +22,8 @@ class TextsRequest(ScoringRequest):
 
     query: Text
     texts: Annotated[list[Text], FailFast()]
-    return_text: Flag | None = Field(default=None, description="Answer with the texts.")
+    return_text: Flag | None = None
+    """Answer with the texts."""
 
     def query_and_documents(self) -> tuple[str, list[str]]:  # noqa: D102 - inherited
         return self.query, self.texts
@@ -64,9 +65,10 @@ class RankingRequest(ScoringRequest):
 
     def answer(self, scores: Scores) -> RankingResponse:
         """Every passage, best first, with its raw score."""
-        rows = []
-        for one in scores.ranked().kept:
-            rows.append(Ranking(index=one.index, logit=one.score, truncated=one.truncated))
+        rows = [
+            Ranking(index=one.index, logit=one.score, truncated=one.truncated)
+            for one in scores.ranked().kept
+        ]
         return RankingResponse(rankings=rows, usage=scores.usage)
 
 
