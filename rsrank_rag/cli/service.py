@@ -58,10 +58,12 @@ def read_keys(environment: str) -> tuple[str, ...]:
 
 def prefix_choice(size: str | None, folder: Path | None) -> Choice:
     """What ``--prefix-cache`` and ``--prefixes`` mean together."""
-    device = None if size is None else as_bytes(size)
-    if folder is None:
-        return True if device is None else device or False
-    return PrefixCache(device=device, folder=str(folder))
+    if folder is not None:
+        device = None if size is None else as_bytes(size)
+        return PrefixCache(device=device, folder=str(folder))
+    if size is None:
+        return True
+    return as_bytes(size) or False
 
 
 class ServeOptions(BaseModel, use_attribute_docstrings=True):

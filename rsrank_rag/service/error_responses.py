@@ -45,8 +45,7 @@ class RequestError(HTTPException):
 
 def request_error(faults: Mapping[int, str], status: int) -> RequestError:
     """The error of a request with documents that have no score."""
-    first = min(faults)
-    text = faults[first]
+    first, text = min(faults.items())
     if text.startswith(("The query", "A query")):
         return RequestError(status, text)
     more = f" {len(faults) - 1} more documents have errors." if len(faults) > 1 else ""
@@ -65,7 +64,7 @@ def error_response(
     True
     """
     text = message.encode("utf-8", "replace").decode()
-    rows = [DocumentError(index=index, message=documents[index]) for index in sorted(documents)]
+    rows = [DocumentError(index=index, message=error) for index, error in documents.items()]
     body = Error(error=text, message=text, detail=text, documents=rows or None)
     content = body.model_dump_json(exclude_none=True)
     return Response(content, status, headers, media_type="application/json")

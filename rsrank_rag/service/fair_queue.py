@@ -81,22 +81,20 @@ class QueueDocument:
         self.items.extend(QueueItem(self, part, cost) for part, cost in costed)
         if not self.segment.is_last:
             self.add_rest()
-        self._answer_if(not self.items)
+        if not self.items and not self.answer.done():
+            self.answer.set_result(None)
 
     def take_outcome(self, outcome: Outcome) -> None:
         """Replace the first item by its outcome. If it has no score, the document has none."""
         if not self.answer.done():
             self.items.popleft()
             self.outcomes.append(outcome)
-            self._answer_if(outcome.scored is None or not self.items)
+            if outcome.scored is None or not self.items:
+                self.answer.set_result(None)
 
     def fail(self, error: str) -> None:
         """Answer with an error that is not the document's own."""
         self.take_outcome(Outcome(None, fault="internal", error=error))
-
-    def _answer_if(self, is_complete: bool) -> None:
-        if is_complete and not self.answer.done():
-            self.answer.set_result(None)
 
     def outcome(self) -> Outcome:
         """Why the document has no score, or its outcome from those of its parts."""

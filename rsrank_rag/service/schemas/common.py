@@ -146,10 +146,6 @@ def _refuse_instruction(text: str | None) -> None:
         raise ValueError("not taken, because B and its zero point are trained with one prompt")
 
 
-# Fields that programs send as an empty string where a user has set nothing.
-OPTIONS = frozenset({"max_tokens_per_doc", "return_documents", "top_k", "top_n"})
-
-
 class ScoringRequest(Strict, ABC):
     """A request for the scores of documents for one query, with the options that all may have.
 
@@ -164,10 +160,11 @@ class ScoringRequest(Strict, ABC):
     @model_validator(mode="before")
     @classmethod
     def _empty_is_absent(cls, body: Any) -> Any:
-        """Leave out options that are an empty string: programs send those for empty settings."""
+        """Leave out empty strings but texts: programs send them where a user has set nothing."""
         if not isinstance(body, dict):
             return body
-        return {name: value for name, value in body.items() if value != "" or name not in OPTIONS}
+        texts = ("query", "document")
+        return {name: value for name, value in body.items() if value != "" or name in texts}
 
     model: Any = None
     """Any: there is one model, and the answer names it."""
