@@ -573,15 +573,15 @@ DAMAGES = {
     ),
     "config of a format that never was": (
         edit(signal="values"),
-        ["config.json is not a valid", "signal: Extra inputs"],
+        ["config.json is not a valid", "signal: there is no such entry"],
     ),
     "config with an extra key": (
         edit(colour="blue"),
-        ["config.json is not a valid", "colour: Extra inputs"],
+        ["config.json is not a valid", "colour: there is no such entry"],
     ),
     "config with an extra key below": (
         edit(template__tone="warm"),
-        ["not a valid", "template.tone: Extra"],
+        ["not a valid", "template.tone: there is no such"],
     ),
     "config of wrong type": (
         edit(projection_dim="eight"),
@@ -624,7 +624,7 @@ DAMAGES = {
         ["do not belong together", "Download the artifact again"],
     ),
     "config with a long name": (edit(**{"x" * 10**6: 1}), ["not a valid RSRank config"]),
-    "config with lines in a name": (edit(**{"a\nb": 1}), ["a b: Extra inputs"]),
+    "config with lines in a name": (edit(**{"a\nb": 1}), ["a b: there is no such entry"]),
     "projection missing": (
         remove(PROJECTION),
         [f"{PROJECTION} is missing", "Download the artifact again"],

@@ -163,7 +163,8 @@ class ScoringRequest(Strict, ABC):
         """Leave out empty strings but texts: programs send them where a user has set nothing."""
         if not isinstance(body, dict):
             return body
-        texts = ("query", "document")
+        # Weaviate sends an empty property.
+        texts = ("query", "document", "property")
         return {name: value for name, value in body.items() if value != "" or name in texts}
 
     model: Any = None
