@@ -66,6 +66,7 @@ def train(
             screen.print(f"{value:.3f} {MEASURES[name]}, on validation queries")
     else:
         show_verdict(result.verdict, ("base", "fine-tuned"))
+        screen.print(f"verdict: {result.verdict}", soft_wrap=True)
     screen.print(f"written: {result.written}", soft_wrap=True)
     screen.print(
         f"artifact: {run.artifact}\nTry it:   rsrank rank --model {run.artifact} -q ... -d FILE"
@@ -100,7 +101,7 @@ def tune(
     can be named wherever a model can be named, and its scores are above 0 where they are relevant.
 
     Nothing is written where no threshold reaches the goal, or where queries that did not choose the
-    threshold say that it is missed.
+    threshold say that it is missed: F1 is lower, or a precision or recall is missed beyond chance.
     """
     from ..training.tune import Goal, tune
 
@@ -115,17 +116,17 @@ def tune(
     with problems.status(f"Scoring {data} ..."):
         tuned = tune(source, data, output, goal, force=force)
     screen.print(tuned.summary, soft_wrap=True)
-    show_verdict(tuned.verdict, ("so far", "tuned"), judged=tuned.is_judged)
+    show_verdict(tuned.verdict, ("so far", "tuned"))
+    # Another measure pays for the goal, so the changes are named without a verdict.
+    changes = tuned.verdict.changes or "none"
+    screen.print(f"changes beyond chance on these queries: {changes}", soft_wrap=True)
     if tuned.problem and not force:
         raise TrainingError(f"Nothing was written: {tuned.problem}. --force writes it.")
     screen.print(f"written: threshold {tuned.threshold:.3f}, in {output}", soft_wrap=True)
 
 
-def show_verdict(verdict: Verdict, names: tuple[str, str], *, judged: bool = True) -> None:
-    """Means of both sides, their differences with intervals, and the outcome.
-
-    Where a precision or recall was asked for, nothing is judged: another measure pays for it.
-    """
+def show_verdict(verdict: Verdict, names: tuple[str, str]) -> None:
+    """Print the means of both sides, and their differences with intervals."""
     from ..training.verdict import MEASURES
 
     title = (
@@ -141,7 +142,3 @@ def show_verdict(verdict: Verdict, names: tuple[str, str], *, judged: bool = Tru
         after = f"{verdict.after[name].mean:.3f}"
         table.add_row(MEASURES[name], before, after, f"{change.mean:+.3f}", interval)
     screen.print(table)
-    outcome = f"changes beyond chance: {verdict.changes or 'none'}"
-    if judged:
-        outcome = f"verdict: {verdict}"
-    screen.print(outcome, soft_wrap=True)

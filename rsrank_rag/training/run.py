@@ -242,6 +242,8 @@ class TrainingRun:
             problem = "no penalty gained more than a standard error on queries held out"
         elif problem is None or self.force:
             written = f"fine-tuned weights, {verdict} on {verdict.queries} queries held out"
+            if config.threshold:
+                written += f"; threshold 0, no longer {config.threshold:g}"
             return Result(
                 tuned.projection,
                 0.0,

@@ -77,16 +77,13 @@ class Tuned:
     # The threshold so far against thresholds that were chosen without the queries they are
     # measured on.
     verdict: Verdict
+    # Those thresholds, one for each part of the queries.
+    held_out_thresholds: tuple[float, ...]
 
     @property
     def reached(self) -> bool:
         """Whether the goal is reached on the queries that chose the threshold."""
         return self.goal.metric == "f1" or self.value >= self.goal.value - ROUNDING
-
-    @property
-    def is_judged(self) -> bool:
-        """Whether two thresholds are compared by F1; another goal is paid for by other measures."""
-        return self.goal.metric == "f1" and self.before is not None
 
     @property
     def problem(self) -> str | None:
@@ -97,12 +94,17 @@ class Tuned:
                 f"no threshold reaches {self.goal} on these {self.verdict.queries} queries: the "
                 f"highest {name} is {self.value:.3f}, at threshold {self.threshold:.3f}"
             )
-        on_others = "on queries that did not choose the threshold"
-        if self.goal.metric == "f1" and "f1" in self.verdict.losses:
-            return f"{on_others}, {self.verdict.changes}"
-        held_out = self._held_out
-        if held_out is not None and held_out.is_below(self.goal.value):
-            return f"{on_others}, {name} is {held_out}, below {self.goal.value:g}"
+        held_out = self.verdict.after.get(self.goal.metric)
+        if held_out is None:
+            return None
+        missed = f"on queries that did not choose the threshold, {name} is {held_out}, below"
+        if self.goal.metric == "f1":
+            # Few queries often choose a threshold that suits no other query. Most such losses are
+            # within chance.
+            if self.verdict.difference["f1"].mean < -ROUNDING:
+                return f"{missed} {self.verdict.before['f1'].mean:.3f} {self._so_far}"
+        elif held_out.is_below(self.goal.value):
+            return f"{missed} {self.goal.value:g}"
         return None
 
     @property
@@ -112,21 +114,18 @@ class Tuned:
         aim = f"nearest to {self.goal}"
         if self.reached:
             aim = f"for {self.goal}"
-        so_far = "with everything kept"
-        if self.before is not None:
-            so_far = f"at the threshold so far, {self.before:g},"
         return (
             f"Threshold {aim}: {self.estimate}. On the {self.verdict.queries} queries that "
-            f"chose it {name} is {self.value:.3f}; {so_far} it is "
+            f"chose it {name} is {self.value:.3f}; {self._so_far} it is "
             f"{self.value_before:.3f}.{self._direction()}{self._on_other_queries()}"
         )
 
     @property
-    def _held_out(self) -> Estimate | None:
-        """A wanted measure on queries that did not choose the threshold; None for F1."""
-        if self.goal.metric == "f1":
-            return None
-        return self.verdict.after.get(self.goal.metric)
+    def _so_far(self) -> str:
+        """In words, what is kept without the new threshold."""
+        if self.before is None:
+            return "with everything kept"
+        return f"at the threshold so far ({self.before:g})"
 
     def _direction(self) -> str:
         """Why a precision lowers the threshold, or a recall raises it; empty if neither does."""
@@ -144,16 +143,30 @@ class Tuned:
         )
 
     def _on_other_queries(self) -> str:
-        """Whether a wanted value holds on queries that did not choose the threshold."""
-        held_out = self._held_out
+        """Whether the goal holds on queries that did not choose the threshold."""
+        metric = self.goal.metric
+        held_out = self.verdict.after.get(metric)
         if held_out is None:
             return ""
+        low = held_out.low
         words = f"more labels are needed to say whether {self.goal} holds"
-        if held_out.is_below(self.goal.value):
+        if metric == "f1":
+            change = self.verdict.difference[metric]
+            words = f"it changes by {change}, so more labels are needed to say whether it is better"
+            if metric in self.verdict.gains + self.verdict.losses:
+                words = f"it changes by {change}, beyond chance"
+        elif held_out.is_below(self.goal.value):
             words = "the goal is missed beyond chance"
-        elif held_out.low is not None and held_out.low >= self.goal.value - ROUNDING:
+        # Queries that all agree give an interval without width, however few they are.
+        elif low is not None and low != held_out.high and low >= self.goal.value - ROUNDING:
             words = "the goal is reached beyond chance"
-        return f" On queries that did not choose the threshold it is {held_out}: {words}."
+        lowest = min(self.held_out_thresholds)
+        highest = max(self.held_out_thresholds)
+        return (
+            f" On queries that did not choose the threshold it is {held_out}: {words}. The "
+            f"thresholds of these queries, which the other queries chose, are {lowest:.3f} to "
+            f"{highest:.3f}."
+        )
 
 
 def find_threshold(queries: Sequence[ScoredQuery], goal: Goal, before: float | None = 0.0) -> Tuned:
@@ -169,7 +182,13 @@ def find_threshold(queries: Sequence[ScoredQuery], goal: Goal, before: float | N
     Raises:
         TrainingError: There are fewer than two queries, or the goal means nothing for them.
     """
+    if not any(any(query.relevant) for query in queries):
+        raise TrainingError(
+            "A threshold cannot be tuned: no query has a relevant document, so the best threshold "
+            "drops everything. Label queries that have one."
+        )
     sweep = ThresholdSweep(queries, goal.metric)
+    thresholds: list[float] = []
     held_out: list[ScoredQuery] = []
     shifted: list[ScoredQuery] = []
     for numbers in folds(len(queries), FOLDS):
@@ -178,9 +197,10 @@ def find_threshold(queries: Sequence[ScoredQuery], goal: Goal, before: float | N
         threshold = goal.choose(sweep, weights)
         if np.isnan(threshold):
             raise TrainingError(
-                f"{MEASURES[goal.metric]} cannot be tuned: no query has a relevant document. Label "
-                "queries that have one."
+                f"{MEASURES[goal.metric]} cannot be tuned: too few queries have a relevant "
+                "document. Label more queries that have one."
             )
+        thresholds.append(threshold)
         for number in numbers:
             query = queries[number]
             held_out.append(query)
@@ -199,6 +219,7 @@ def find_threshold(queries: Sequence[ScoredQuery], goal: Goal, before: float | N
         value_before=present_means(old).get(goal.metric, 0.0),
         value=present_means(new).get(goal.metric, 0.0),
         verdict=judge(held_out, shifted, (before, 0.0)),
+        held_out_thresholds=tuple(thresholds),
     )
 
 

@@ -211,7 +211,7 @@ def test_evaluate_prints_one_record_a_file_and_shows_the_same_table(artifact, la
         assert plain(record["ndcg@5"]) in table
     assert "first 3 in the file's order" in table
     last_lines = " ".join(table[table.rindex("On these queries") :].split())
-    assert re.search(r"loses \d of 4 answers and keeps [\d.]+ passages a query; ", last_lines)
+    assert re.search(r"loses \d of 4 answers and keeps [\d.]+ passages a query, with", last_lines)
 
 
 def test_every_row_is_a_number_of_the_record():

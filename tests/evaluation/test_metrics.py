@@ -377,7 +377,16 @@ def test_the_recommendation_names_the_rule_that_loses_fewest_answers_and_what_ze
     ]
     assert recommend(queries) == (
         "On these queries zero with min_docs=1 loses 0 of 14 answers and keeps 1.00 passages a "
-        "query; zero loses 6 and keeps 0.57."
+        "query, with F1 1.000; zero loses 6 and keeps 0.57, with F1 0.571. Recommended: zero with "
+        "min_docs=1, the best F1 of the rules that lose at most 10% of the answers."
+    )
+
+
+def test_where_every_rule_loses_many_answers_the_recommendation_says_so():
+    # The relevant document is the last of ten.
+    worst = ScoredQuery([4.5 - place for place in range(10)], [False] * 9 + [True])
+    assert recommend([worst] * 4).endswith(
+        "Recommended: zero, the best F1 of the rules that lose fewest answers."
     )
 
 
@@ -385,8 +394,8 @@ def test_the_recommendation_is_zero_where_it_loses_few_answers_and_has_the_best_
     queries = [ScoredQuery([1.0, -1.0, -2.0], [True, False, False])] * 9
     queries.append(ScoredQuery([-1.0, -2.0, -3.0], [False, False, True]))
     assert recommend([*queries, NO_ANSWER]).startswith(
-        "On these queries zero loses 1 of 10 answers and keeps 0.91 passages a query; top 5 above "
-        "zero with min_docs=1 loses 1"
+        "On these queries zero loses 1 of 10 answers and keeps 0.91 passages a query, with F1 "
+        "0.818; top 5 above zero with min_docs=1 loses 1"
     )
 
 

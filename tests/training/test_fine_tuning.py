@@ -324,6 +324,16 @@ def test_what_was_known_of_the_base_is_known_of_its_copy(train, fused, tmp_path)
     assert (tuned.int8, tuned.training.data) == (True, ("own",))
 
 
+def test_fine_tuned_weights_of_a_tuned_base_say_that_their_threshold_is_zero(
+    train, fused, tmp_path
+):
+    config = hub.read_config(fused).model_copy(update={"threshold": 0.25})
+    run_module.write_artifact(tmp_path / "base", config, hub.read_projection(fused, config), fused)
+    said = train(*scorings(help=0.8), "--base", tmp_path / "base", "--force")
+    assert "; threshold 0, no longer 0.25; penalty" in said
+    assert hub.read_config(tmp_path / "run" / "artifact").threshold == 0
+
+
 def test_an_artifact_is_fine_tuned_and_says_how(fused, tmp_path):
     data = written(tmp_path / "own.jsonl", labelled(6))
     settings = ("--set", "fine_tuning.iterations=3", "--set", "fine_tuning.folds=2")

@@ -64,9 +64,6 @@ def test_a_system_without_a_threshold_is_compared_with_keeping_everything():
     assert tuned.threshold == 1.5
     assert "F1 is 1.000; with everything kept it is 0.667." in tuned.summary
     assert "so far" not in tuned.summary
-    # Keeping everything loses no recall: a verdict would always be "worse".
-    assert not tuned.is_judged
-    assert find_threshold(queries, Goal()).is_judged
     assert "so far" not in find_threshold(queries, Goal("recall", 0.9), before=None).summary
 
 
@@ -88,14 +85,38 @@ def test_the_goal_that_was_asked_for_is_judged_on_queries_that_did_not_choose_th
     assert tuned.problem is None
 
 
-def test_a_threshold_for_f1_is_a_problem_only_where_f1_falls():
+def test_a_threshold_for_f1_is_a_problem_where_f1_falls_on_other_queries():
     queries, _ = scorings(20)
-    assert find_threshold(shifted(queries, 5.0), Goal()).verdict.outcome != "no difference"
-    assert "f1" in find_threshold(shifted(queries, 5.0), Goal()).verdict.gains
-    noise = random.Random(0)
-    # Each query has a border of its own, and zero lies right for all of them.
-    odd = [ScoredQuery([10.0 ** noise.randint(-3, 3), -1e-3], [True, False]) for _ in range(30)]
-    assert find_threshold(odd, Goal()).problem is None
+    better = find_threshold(shifted(queries, 5.0), Goal())
+    assert "f1" in better.verdict.gains
+    assert better.problem is None
+    assert "beyond chance. The thresholds of these queries" in better.summary
+    loss = {"f1": Estimate(mean=-0.1, low=-0.3, high=0.05)}
+    verdict = better.verdict.model_copy(update={"difference": loss})
+    worse = replace(better, verdict=verdict)
+    held_out, before = verdict.after["f1"], verdict.before["f1"].mean
+    assert worse.problem == (
+        f"on queries that did not choose the threshold, F1 is {held_out}, below {before:.3f} at "
+        "the threshold so far (0)"
+    )
+    assert "-0.100 (-0.300 to 0.050), so more labels are needed to say whether" in worse.summary
+
+
+def test_the_thresholds_that_left_out_queries_were_measured_at_are_named():
+    queries, _ = scorings(20)
+    tuned = find_threshold(queries, Goal("recall", 0.9))
+    expected = []
+    for numbers in folds(20, 5):
+        others = [query for number, query in enumerate(queries) if number not in numbers]
+        expected.append(Goal("recall", 0.9).choose(ThresholdSweep(others, "recall")))
+    assert tuned.held_out_thresholds == pytest.approx(expected)
+    assert f"chose, are {min(expected):.3f} to {max(expected):.3f}." in tuned.summary
+
+
+def test_queries_that_all_agree_are_no_proof_that_the_goal_is_reached():
+    queries = [ScoredQuery([2.0, -1.0], [True, False])] * 4
+    tuned = find_threshold(queries, Goal("precision", 0.99))
+    assert "1.000 (1.000 to 1.000): more labels are needed to say whether" in tuned.summary
 
 
 def test_a_threshold_has_the_interval_of_the_thresholds_of_bootstrap_samples():
@@ -164,8 +185,12 @@ def test_a_goal_is_judged_on_queries_that_did_not_choose_the_threshold(low, word
 def test_too_few_queries_or_none_to_answer_are_named():
     with pytest.raises(TrainingError, match="1 labelled queries cannot be"):
         find_threshold([ScoredQuery([1.0], [True])], Goal())
-    with pytest.raises(TrainingError, match="recall cannot be tuned: no query has a relevant"):
-        find_threshold([ScoredQuery([1.0], [False])] * 4, Goal("recall", 0.5))
+    for goal in (Goal(), Goal("precision", 0.5), Goal("recall", 0.5)):
+        with pytest.raises(TrainingError, match="cannot be tuned: no query has a relevant"):
+            find_threshold([ScoredQuery([1.0], [False])] * 4, goal)
+    one = [ScoredQuery([1.0], [True]), *[ScoredQuery([1.0], [False])] * 4]
+    with pytest.raises(TrainingError, match="too few queries have a relevant"):
+        find_threshold(one, Goal("recall", 0.5))
 
 
 # The command
@@ -183,7 +208,7 @@ def test_the_command_writes_what_it_says(fused, tmp_path):
     assert "Measured on queries that were left out: 6" in said
     assert "Precision counts those that keep something" in said
     # Another measure pays for a recall: nothing is better or worse.
-    assert "changes beyond chance: " in said
+    assert "changes beyond chance on these queries: " in said
     assert "verdict: " not in said
     assert "base" not in said
     assert (ranker.threshold, before.threshold) == (threshold, 0.0)
