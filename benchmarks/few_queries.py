@@ -75,7 +75,6 @@ def measure(
         **found,
         "penalty": str(trained.penalty),
         "threshold": tuned.threshold,
-        "threshold_written": tuned.problem is None,
     }
 
 
