@@ -8,6 +8,7 @@ import os
 import socket
 from functools import partial
 from importlib.util import find_spec
+from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -34,7 +35,7 @@ app = typer.Typer()
 KEYS = "RSRANK_API_KEY"
 """Environment variable with API keys, separated by commas."""
 APPS = json.loads(Path(__file__).parents[1].joinpath("service", "apps.json").read_text("utf-8"))
-"""Programs that speak rerank: whether rows may be dropped, and what to enter in each."""
+"""Programs that speak rerank: `Settings.drop`, and what to enter in each."""
 
 
 def prepare_logs(level: str) -> None:
@@ -150,7 +151,7 @@ def serve(
         max_body_bytes=as_bytes(options.max_body),
         timeout=options.timeout,
         normalize=options.normalize or program is not None,
-        drop=options.drop or for_program["drop"],
+        drop=for_program["drop"] or options.drop,
     )
     level = options.log_level.upper()
     backend = Scheduler(
@@ -197,6 +198,9 @@ def run(
     with _bound(host, port) as bound:
         name, number = bound.getsockname()[:2]
         address = f"http://{f'[{name}]' if ':' in name else name}:{number}"
+        entered = address
+        if ip_address(name).is_unspecified:
+            entered = f"http://ADDRESS-OF-THIS-MACHINE:{number}"
         app = create_app(backend, settings)
         handler = configure(log_level)
         # The command itself shows in one line why the app does not start.
@@ -209,7 +213,7 @@ def run(
             app,
             limits,
             lambda: screen.print(
-                f"{backend.description.name} answers at {address}{enter}".replace("{url}", address),
+                f"{backend.description.name} answers at {address}{enter.replace('{url}', entered)}",
                 soft_wrap=True,
             ),
         )

@@ -20,6 +20,7 @@ from ..errors import InputError
 from .error_responses import error_response
 from .logs import Record
 from .metrics import Metrics
+from .schemas.common import Drop
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +73,7 @@ class Settings(BaseModel, extra="forbid", frozen=True, hide_input_in_errors=True
         timeout: Seconds from a request's arrival to its answer; None for no limit.
         normalize: Answer with scores between 0 and 1.
         drop: Leave out documents that do not score above the model's native threshold, where
-            clients allow it.
+            clients allow it. "always": every client reads the index of each row.
     """
 
     api_keys: tuple[SecretStr, ...] = ()
@@ -85,7 +86,7 @@ class Settings(BaseModel, extra="forbid", frozen=True, hide_input_in_errors=True
     max_body_bytes: PositiveInt = 20_000_000
     timeout: float | None = Field(default=60.0, gt=0, allow_inf_nan=False)
     normalize: bool = False
-    drop: bool = False
+    drop: Drop = False
 
     @field_validator("api_keys")
     @classmethod

@@ -94,8 +94,9 @@ def expected(request, settings):
     scores = [normalise(score, 1.0) if normalised else score for score in RAW]
     count = body.get("top_n") or body.get("top_k")
     kept = set(range(len(RAW)))
-    if "documents" in body:
-        if settings["drop"] and count != len(RAW) and "property" not in body:
+    if "passages" not in body:
+        wants_all = count == len(RAW) or ("texts" in body and count is None) or "property" in body
+        if settings["drop"] == "always" or (settings["drop"] and not wants_all):
             kept = ABOVE_THRESHOLD
         kept = set(sorted(kept, key=lambda place: -RAW[place])[:count])
     missing = request["reads"].get("missing")
@@ -132,6 +133,21 @@ async def test_a_program_that_asks_for_all_documents_loses_none_to_a_service_tha
     async with client_of(scheduler(Numbers()), drop=True) as http:
         answer = await http.post(request_["path"], json=request_["body"])
     assert as_the_program_reads(request_, answer.text) == RAW
+
+
+@pytest.mark.parametrize(
+    "request_", [one for one in REQUESTS if APPS[one["app"]]["drop"] == "always"], ids=names
+)
+async def test_a_program_that_reads_indices_gets_only_relevant_documents_if_it_asks_for_all(
+    request_,
+):
+    # Dify's semantic search asks for as many documents as it sends.
+    body = {**request_["body"], "top_n": len(RAW)}
+    settings = {"normalize": True, "drop": "always"}
+    async with client_of(scheduler(Counting()), **settings) as http:
+        answer = await http.post(request_["path"], json=body)
+    scores = as_the_program_reads(request_, answer.text)
+    assert scores == expected({**request_, "body": body}, settings)
 
 
 @pytest.mark.parametrize("request_", REQUESTS, ids=names)
@@ -183,7 +199,10 @@ def test_serve_for_a_program_sets_what_it_needs_and_says_what_to_enter(name, mon
     assert asked["enter"] == lines.replace("{key}", "KEY-OF-THIS-SERVICE")
 
 
-def test_what_to_enter_is_printed_with_the_services_address(monkeypatch, capsys):
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_what_to_enter_is_printed_with_an_address_that_leads_to_the_service(
+    host, monkeypatch, capsys
+):
     def run(self, sockets):
         async def start():
             async with self.app.router.lifespan_context(self.app):
@@ -193,11 +212,12 @@ def test_what_to_enter_is_printed_with_the_services_address(monkeypatch, capsys)
 
     monkeypatch.setattr(Server, "run", run)
     monkeypatch.setattr("rsrank_rag.service.logs.configure", lambda level: logging.NullHandler())
-    where = {"host": "127.0.0.1", "port": 0, "log_level": "INFO"}
+    where = {"host": host, "port": 0, "log_level": "INFO"}
     enter = "\nDify: Base URL: {url}/v1"
     cli_service.run(scheduler(Numbers()), Settings(), Limits(), enter=enter, **where)
     address, line = re.fullmatch(r"fake answers at (\S+)\n(.*)\n", capsys.readouterr().out).groups()
-    assert line == f"Dify: Base URL: {address}/v1"
+    # A program elsewhere would take 0.0.0.0 for its own machine.
+    assert line == f"Dify: Base URL: {address.replace('0.0.0.0', 'ADDRESS-OF-THIS-MACHINE')}/v1"
 
 
 def test_serve_for_an_unknown_program_names_the_known_ones():

@@ -239,15 +239,18 @@ def test_a_document_that_was_cut_is_an_error_only_if_it_may_not_be(fields, may_b
         ({"threshold": "native"}, False, 1.0),
         ({"threshold": 0}, True, 0.0),
         ({"threshold": -2.5}, False, -2.5),
+        ({"top_n": 2}, "always", 1.0),
+        ({"threshold": None}, "always", None),
     ],
 )
 def test_the_request_decides_what_is_dropped_and_else_the_service(fields, drop, expected):
-    assert rerank(**fields).cutoff(MODEL, drop) == expected
+    scores = Scores(["a", "b"], outcomes(1.0, 2.0), MODEL, drop=drop)
+    assert rerank(**fields).cutoff(scores) == expected
 
 
 def test_the_native_threshold_of_a_model_without_one_is_refused():
     with pytest.raises(RequestError, match="fake has no native threshold"):
-        rerank(threshold="native").cutoff(Description("fake", None, False), False)
+        rerank(threshold="native").cutoff(Scores([], [], Description("fake", None, False)))
 
 
 # Outcomes

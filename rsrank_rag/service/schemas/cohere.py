@@ -12,7 +12,6 @@ from typing_extensions import Self
 from ...passages import shadow
 from ...passages.parts import Excerpt, Reading, Window
 from ...reranker import RankedDocument, check_limits
-from ..backend import Description
 from ..error_responses import RequestError
 from .common import Count, Flag, Scores, ScoringRequest, Text, TextObject, Usage, text_of
 
@@ -117,19 +116,16 @@ class RerankRequest(ScoringRequest):
     def query_and_documents(self) -> tuple[str, list[str]]:  # noqa: D102 - inherited
         return text_of(self.query), [text_of(document) for document in self.documents]
 
-    def cutoff(self, model: Description, drop: bool) -> float | None:
-        """Documents must score above this; None if all stay. ``drop`` is the service's setting.
-
-        A request for as many documents as it holds gets all, because programs that ask for all
-        pair the scores with their own documents.
-        """
+    def cutoff(self, scores: Scores) -> float | None:
+        """Documents must score above this; None if all stay."""
         threshold = self.threshold
         if "threshold" not in self.model_fields_set and (
-            (drop and self.most != len(self.documents)) or self.extract or self.mode == "shadow"
+            scores.drops(self.most) or self.extract or self.mode == "shadow"
         ):
             threshold = "native"
         if threshold != "native":
             return threshold
+        model = scores.model
         if model.threshold is None:
             raise RequestError(
                 422, f"{model.name} has no native threshold. Give a number, or null for none."
@@ -138,8 +134,7 @@ class RerankRequest(ScoringRequest):
 
     def answer(self, scores: Scores) -> RerankResponse:
         """Rows best first, without those that are to be dropped."""
-        cutoff = self.cutoff(scores.model, scores.drop)
-        ranked = scores.ranked(cutoff, self.most, self.min_docs or 0, self.reading)
+        ranked = scores.ranked(self.cutoff(scores), self.most, self.min_docs or 0, self.reading)
         if self.mode == "shadow":
             shadow.log(ranked)
             ranked = scores.ranked(None, self.most)

@@ -4,7 +4,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import (
     AfterValidator,
@@ -60,6 +60,10 @@ def normalise(score: float, threshold: float | None) -> float:
     return math.nextafter(0.5, 1.0 if distance > 0 else 0.0) if share == 0.5 else share
 
 
+Drop: TypeAlias = bool | Literal["always"]
+"""Whether irrelevant documents are left out; "always": even if a request asks for all."""
+
+
 class Usage(BaseModel):
     """Tokens read, of queries and documents together; 0 if the model does not count."""
 
@@ -77,7 +81,7 @@ class Scores:
         model: The model that scored.
         normalised: Whether answers have scores between 0 and 1.
         id: The request's.
-        drop: Whether the service leaves documents out that are not relevant.
+        drop: The service's setting; see `drops`.
     """
 
     documents: Sequence[str]
@@ -85,7 +89,7 @@ class Scores:
     model: Description
     normalised: bool = False
     id: str = ""
-    drop: bool = False
+    drop: Drop = False
 
     @property
     def scored(self) -> list[Scored]:
@@ -102,6 +106,14 @@ class Scores:
         """Tokens of all documents."""
         tokens = sum(one.tokens for one in self.scored)
         return Usage(prompt_tokens=tokens, total_tokens=tokens)
+
+    def drops(self, most: int | None) -> bool:
+        """Whether an answer with at most so many documents leaves irrelevant ones out.
+
+        A request for as many documents as it holds gets all, because programs that ask for all
+        pair the scores with their own documents. With "always", the clients read each row's index.
+        """
+        return self.drop == "always" or (self.drop and most != len(self.documents))
 
     def ranked(
         self,

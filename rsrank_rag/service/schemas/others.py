@@ -1,4 +1,4 @@
-"""Queries and documents as clients of TEI and NVIDIA send them; answers hold all of them."""
+"""Queries and documents as clients of TEI and NVIDIA send them."""
 
 from dataclasses import replace
 from typing import Annotated, ClassVar, Literal
@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import BaseModel, FailFast
 
 from ...passages.explanation import Explanation
-from .common import Flag, Scores, ScoringRequest, Text, TextObject, Usage
+from .common import Count, Flag, Scores, ScoringRequest, Text, TextObject, Usage
 
 
 class TextScore(BaseModel):
@@ -22,6 +22,8 @@ class TextsRequest(ScoringRequest):
 
     query: Text
     texts: Annotated[list[Text], FailFast()]
+    top_n: Count | None = None
+    """As for documents; LiteLLM and Elasticsearch send it."""
     return_text: Flag | None = None
     """Answer with the texts."""
 
@@ -29,9 +31,11 @@ class TextsRequest(ScoringRequest):
         return self.query, self.texts
 
     def answer(self, scores: Scores) -> list[TextScore]:
-        """Every text, best first."""
+        """Texts best first: all of them, unless the request or the service wants fewer."""
+        most = self.top_n or len(self.texts)
+        cutoff = scores.model.threshold if scores.drops(most) else None
         rows = []
-        for one in scores.ranked().kept:
+        for one in scores.ranked(cutoff, most).kept:
             row = TextScore(index=one.index, score=scores.shown(one.score))
             if self.return_text:
                 row.text = one.text
