@@ -22,13 +22,13 @@ from typing import Any
 
 import torch
 
+from research.recipe import ResearchRecipe
 from rsrank_rag import Projection
 from rsrank_rag.artifact import hub
 from rsrank_rag.evaluation.datasets import dataset_name
 from rsrank_rag.partial_files import write_text
 from rsrank_rag.training.batches import scored
 from rsrank_rag.training.fine_tuning import FineTuningOptions, fine_tune
-from rsrank_rag.training.recipe import Recipe
 from rsrank_rag.training.run import TrainingRun
 from rsrank_rag.training.store import QueryFeatures
 from rsrank_rag.training.tune import Goal, find_threshold
@@ -200,7 +200,7 @@ def main() -> None:
             "features.max_documents=20",
             "model.device=cpu",
         ]
-        recipe = Recipe.load("mini", settings, base=chosen.base)
+        recipe = ResearchRecipe.load("mini", settings, base=chosen.base)
         features = TrainingRun(recipe, chosen.work / name, say=print).extract()
         for size in chosen.sizes:
             # Too few would be left to measure on.
