@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from choose import Row, Rows, f1, ndcg
 from encode import minilm
-from model import BERT_NAMES, Mini, Shape
+from model import Mini, Shape, load_layers
 from pairs import Entering, run
 from safetensors.torch import load_file
 from torch import Tensor
@@ -57,11 +57,7 @@ def load_stage(artifact: Path, start: str) -> Mini:
     encoder = load_file(artifact / "backbone" / "model.safetensors")
     small = load_file(artifact / "projection.safetensors")
     with torch.no_grad():
-        for number, layer in enumerate(model.layers):
-            for own, name in BERT_NAMES.items():
-                if number < model.shape.run or own == "value":
-                    for part, tensor in getattr(layer, own).named_parameters():
-                        tensor.copy_(encoder[f"encoder.layer.{number}.{name}.{part}"])
+        load_layers(model, encoder)
         model.projection.copy_(small["weight"])
         model.shift_weight.copy_(small["head_weight"])
         for parameter, value in zip(

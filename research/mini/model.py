@@ -12,6 +12,7 @@ heads, D head dimension, C hidden size, P projection dimension.
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -267,3 +268,10 @@ def bert_weights(model: Mini) -> dict[str, Tensor]:
                 for part, tensor in getattr(layer, own).named_parameters():
                     tensors[f"encoder.layer.{number}.{name}.{part}"] = tensor
     return {name: tensor.detach() for name, tensor in tensors.items()}
+
+
+def load_layers(model: Mini, weights: Mapping[str, Tensor]) -> None:
+    """Set the layers to weights under `BertModel`'s names; the embeddings stay as they are."""
+    for name, tensor in bert_weights(model).items():
+        if name.startswith("encoder."):
+            tensor.copy_(weights[name])

@@ -61,9 +61,6 @@ class RSRankConfig(BaseModel, extra="forbid", frozen=True):
     """The first layer in which queries see documents."""
     documents_stay: bool = False
     """Whether the layers from there on see documents as they enter it."""
-    fusion_sha256: str | None = None
-    """sha256 of fusion.safetensors, the layers from fusion_layer on, if the language model ends
-    there."""
     template: Template = Template()
     max_length: int | None = Field(default=None, gt=0)
     """Positions to use, if fewer than the model has."""
@@ -78,17 +75,9 @@ class RSRankConfig(BaseModel, extra="forbid", frozen=True):
     def _layers_exist(self) -> Self:
         if list(self.layers) != sorted(set(self.layers)):
             raise ValueError(f"layers must ascend without repeats, got {self.layers}")
-        depth = self.backbone.num_layers
-        if self.fusion_sha256:
-            if self.fusion_layer != depth or not self.documents_stay:
-                raise ValueError(
-                    f"fusion_sha256 needs fusion_layer={depth}, where the language model ends, and "
-                    "documents_stay=true"
-                )
-            depth = self.layers[-1] + 1
-        if self.layers[0] <= self.fusion_layer or self.layers[-1] >= depth:
+        if self.layers[0] <= self.fusion_layer or self.layers[-1] >= self.backbone.num_layers:
             raise ValueError(
-                f"layers must lie in {self.fusion_layer + 1}..{depth - 1} "
+                f"layers must lie in {self.fusion_layer + 1}..{self.backbone.num_layers - 1} "
                 f"(up to layer {self.fusion_layer}, queries do not see the document), "
                 f"got {self.layers[0]}..{self.layers[-1]}"
             )

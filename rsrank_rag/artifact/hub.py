@@ -14,7 +14,6 @@ from ..errors import ArtifactError, BackboneError, nearest
 from ..language_model.options import LoadOptions
 from ..method.arrays import Array, to_numpy
 from ..method.formula import Weights
-from ..partial_files import digest_of
 from .config import RSRankConfig, content_digest
 
 if TYPE_CHECKING:
@@ -24,9 +23,8 @@ CONFIG = "config.json"
 PROJECTION = "projection.safetensors"
 CARD = "README.md"
 LIMITS = "limits.txt"
-FUSION = "fusion.safetensors"
 
-ARTIFACT_FILES = [CONFIG, PROJECTION, CARD, LIMITS, FUSION, "backbone/*"]
+ARTIFACT_FILES = [CONFIG, PROJECTION, CARD, LIMITS, "backbone/*"]
 ENCODER_FILES = [CONFIG, "tokenizer.json", "tokenizer_config.json", "model.safetensors"]
 
 BUILTIN = Path(__file__).parents[1] / "models"
@@ -175,23 +173,6 @@ def read_weights(folder: Path, config: RSRankConfig) -> Weights:
             "Restore the original, download the artifact again, or save it with save_pretrained."
         )
     return Weights(tensors.pop("weight"), config.layers, **tensors)
-
-
-def fusion_file(folder: Path, config: RSRankConfig) -> Path | None:
-    """The file of an artifact's own layers above its language model's; None if it has none.
-
-    Raises:
-        ArtifactError: The file is missing, or not the one that the config names.
-    """
-    if config.fusion_sha256 is None:
-        return None
-    path = folder / FUSION
-    if not path.is_file() or digest_of(path) != config.fusion_sha256:
-        raise ArtifactError(
-            f"{path} is missing, or not the file that {CONFIG} names (by sha256). Download the "
-            "artifact again."
-        )
-    return path
 
 
 def _digests(config_digest: str, tensors: dict[str, Array]) -> str:

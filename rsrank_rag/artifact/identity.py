@@ -93,7 +93,6 @@ def prefix_identity(core: LanguageModel, config: RSRankConfig) -> dict[str, obje
         "layers": core.last_layer,
         "fusion_layer": core.fusion_layer,
         "documents_stay": core.documents_stay,
-        "fusion_sha256": config.fusion_sha256,
     }
     return {**of_artifact, **core.identity}
 

@@ -1,6 +1,5 @@
 """Load, save and publish `RSRank`."""
 
-import shutil
 from abc import ABC, abstractmethod
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -11,7 +10,7 @@ from typing_extensions import Self
 from ..errors import ArtifactError, needs_torch
 from ..language_model.options import LoadOptions, ModelSource
 from ..method.template import PromptTokenizer, Template
-from ..partial_files import digest_of, replacing
+from ..partial_files import replacing
 from ..prefixes.settings import Choice
 from . import hub
 from .card import UNNAMED, is_hub_id, model_card
@@ -140,7 +139,6 @@ class Pretrained(ABC):
         template: Template | None = None,
         fusion_layer: int = 0,
         documents_stay: bool = False,
-        fusion_file: Path | None = None,
         revision: str | None = None,
         options: LoadOptions | None = None,
         training: TrainingRecord | None = None,
@@ -156,8 +154,6 @@ class Pretrained(ABC):
                 Below it, a query's tokens see only ``query_start + query + suffix``.
             documents_stay: Run documents up to ``fusion_layer`` only; this layer and all above it
                 see the documents' states that enter ``fusion_layer``.
-            fusion_file: Safetensors with the layers from ``fusion_layer`` on, under BERT's names,
-                if the language model ends there. The artifact gets a copy.
             revision: The language model's revision on the Hub, recorded in the artifact.
             options: How to load the language model.
             training: The data and settings B was trained with, recorded in the artifact.
@@ -177,7 +173,6 @@ class Pretrained(ABC):
             template=template,
             fusion_layer=fusion_layer,
             documents_stay=documents_stay,
-            fusion_file=fusion_file,
         )
         files = hashes(folder_of(str(name), revision, load.cache_dir))
         config = RSRankConfig(
@@ -186,7 +181,6 @@ class Pretrained(ABC):
             projection_dim=projection.weight.shape[2],
             fusion_layer=fusion_layer,
             documents_stay=documents_stay,
-            fusion_sha256=None if fusion_file is None else digest_of(fusion_file),
             template=template,
             training=training or TrainingRecord(),
             license=license,
@@ -211,12 +205,6 @@ class Pretrained(ABC):
                 core: Any = self.backbone
                 num_layers = config.backbone.num_layers
                 if hasattr(core, "model"):
-                    if config.fusion_sha256:
-                        raise ArtifactError(
-                            "Torch joins this artifact's fusion layers to its language model, and "
-                            "cannot save the latter alone. Load the artifact with runtime='onnx' "
-                            "to save both."
-                        )
                     from ..language_model.loading import save_model
 
                     save_model(core.model, self.prompts.tokenizer, new / INSIDE)
@@ -232,9 +220,6 @@ class Pretrained(ABC):
                 backbone = config.backbone.model_copy(update=update)
                 config = config.model_copy(update={"backbone": backbone})
             hub.write_artifact(new, config, self.projection, model_card(config))
-            if config.fusion_sha256:
-                assert self.backbone.fusion_file is not None
-                shutil.copyfile(self.backbone.fusion_file, new / hub.FUSION)
 
     def push_to_hub(
         self,
@@ -338,7 +323,6 @@ def open_on_torch(
         documents_stay=config.documents_stay,
         max_lengths=(config.max_length, source.max_length),
         spec=spec,
-        fusion_file=hub.fusion_file(folder, config),
     )
     folder_in_cache = None if local else folder_of(name, revision, source.load.cache_dir)
     if folder_in_cache is not None:
@@ -389,7 +373,6 @@ def _open_encoder(
         fusion_layer=config.fusion_layer,
         documents_stay=config.documents_stay,
         calibration=calibration_ids(prompts) if dtype == "int8" else (),
-        fusion_file=hub.fusion_file(folder, config),
     )
     return core, prompts
 
@@ -405,23 +388,18 @@ def open_model(
     documents_stay: bool,
     max_lengths: tuple[int | None, ...] = (),
     spec: BackboneSpec | None = None,
-    fusion_file: Path | None = None,
 ) -> "tuple[Backbone, PromptTokenizer]":
     """Load a language model and its tokenizer on torch, and compare them with ``spec``."""
     with needs_torch():
         from ..language_model.check import open_backbone
-        from ..language_model.fusion import with_fusion_layers
         from ..language_model.loading import load_model
         from ..language_model.weights import bits_of
     loaded = load_model(name, revision=revision, options=options, last_layer=last_layer)
     if spec is not None:
         model_type = loaded.model.config.get_text_config().model_type
         check_before_run(model_type, loaded.num_layers, loaded.tokenizer, spec, name)
-    model, position_bias = loaded.model, None
-    if fusion_file is not None:
-        model, position_bias = with_fusion_layers(model, fusion_file)
     core = open_backbone(
-        model,
+        loaded.model,
         last_layer,
         num_layers=loaded.num_layers,
         fusion_layer=fusion_layer,
@@ -429,8 +407,6 @@ def open_model(
     )
     if spec is not None:
         check_after_run(core, spec, name)
-    core.position_bias = position_bias
-    core.fusion_file = fusion_file
     core.identity["bits"] = bits_of(core.model)
     limits = [limit for limit in max_lengths if limit is not None]
     prompts = PromptTokenizer(

@@ -10,35 +10,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-import transformers
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ..errors import BackboneError
-from ..method.arrays import Array
 from ..method.probe import Probe, SkipLayer
-from .attention import use_grouped_attention
-from .mpnet import BIAS, MODEL_TYPE, as_bert, position_bias
-from .quiet import quiet_transformers
-from .weights import bits_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-
-# Sizes that an encoder and a BERT have in common.
-SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "num_attention_heads",
-    "intermediate_size",
-    "hidden_act",
-    "layer_norm_eps",
-)
 
 
 def layers_of(model: PreTrainedModel) -> nn.ModuleList:
@@ -54,54 +34,6 @@ def layers_of(model: PreTrainedModel) -> nn.ModuleList:
     raise BackboneError(
         f"{type(model).__name__} has no list of {count} layers, so they cannot be told apart."
     )
-
-
-def with_fusion_layers(
-    model: PreTrainedModel, fusion_file: Path
-) -> tuple[PreTrainedModel, Callable[[int], Array] | None]:
-    """A BERT of an encoder's layers and an artifact's own above them; its `position_bias`.
-
-    Raises:
-        BackboneError: The encoder's weights are quantised.
-    """
-    if bits_of(model) < 16:
-        raise BackboneError(
-            "An artifact with fusion layers of its own cannot be quantised by bitsandbytes. Leave "
-            "out load_in_8bit and load_in_4bit; dtype='bfloat16' halves the memory."
-        )
-    weights = model.state_dict()
-    if model.config.model_type == MODEL_TYPE:
-        weights = as_bert(weights)
-    table = weights.pop(BIAS, None)
-    for name, tensor in load_file(fusion_file).items():
-        weights[name] = tensor.to(model.device, model.dtype)
-    layers = {int(name.split(".")[2]) for name in weights if name.startswith("encoder.layer.")}
-    config = transformers.BertConfig(
-        **{name: getattr(model.config, name) for name in SIZES},
-        num_hidden_layers=len(layers),
-        max_position_embeddings=len(weights["embeddings.position_embeddings.weight"]),
-        type_vocab_size=len(weights["embeddings.token_type_embeddings.weight"]),
-        name_or_path=model.name_or_path,
-        # What the artifact records.
-        model_type=model.config.model_type,
-    )
-    with torch.device("meta"):
-        shapes = transformers.BertModel(config, add_pooling_layer=False).state_dict()
-    # Of the last layer, the artifact has only the value projection, which is all that is read.
-    for name, shape in shapes.items():
-        if name not in weights:
-            weights[name] = torch.zeros(shape.shape, dtype=model.dtype, device=model.device)
-    with quiet_transformers():
-        bert = transformers.BertModel.from_pretrained(
-            None,
-            config=config,
-            state_dict={name: weights[name] for name in shapes},
-            dtype=model.dtype,
-            add_pooling_layer=False,
-        )
-    use_grouped_attention(bert)
-    bias = None if table is None else partial(position_bias, table.float().cpu().numpy())
-    return bert.to(model.device).requires_grad_(False), bias
 
 
 def split_at(model: PreTrainedModel, fusion_layer: int) -> PreTrainedModel:

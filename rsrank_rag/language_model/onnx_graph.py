@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 from typing_extensions import Self
 
-from . import mpnet
 from .quantisation import Numbers, rounded_weight
 
 # Numbers of fields of ONNX's protocol buffers, and of its types: onnx/onnx.proto.
@@ -202,12 +201,9 @@ class Encoder(Graph):
         shape = self.constant([0, 0, self.heads, self.head_dim])
         return self.add("Transpose", self.add("Reshape", numbers, shape), perm=[0, 2, 1, 3])
 
-    def attend(self, query: str, key: str, value: str, bias: str) -> str:
-        """Attention of texts that see themselves, (N, S, C); the input ``lengths`` ends each.
-
-        ``bias`` (1, H, S, S) is added before the softmax unless its name is empty.
-        """
-        inputs = (query, key, value, "", "lengths", bias)
+    def attend(self, query: str, key: str, value: str) -> str:
+        """Attention of texts that see themselves, (N, S, C); the input ``lengths`` ends each."""
+        inputs = (query, key, value, "", "lengths")
         return self.add("MultiHeadAttention", *inputs, num_heads=self.heads)
 
     def attend_prefix(self, prefix: Sequence[str], query: str, key: str, value: str) -> str:
@@ -258,13 +254,11 @@ class Encoder(Graph):
     def alone(self, fusion: int, last: int, *, stay: bool) -> Self:
         """Make this the graph of texts that see themselves only.
 
-        Inputs: ``embedded`` tokens (N, S, C), ``lengths`` (N,), and for MPNet a ``bias``
-        (1, H, S, S) below the fusion layer. Outputs: what enters the fusion layer (N, S, C); then
-        keys and values (N, H, S, D) of each layer from there to the one before ``last``. What
-        enters linear maps can be asked for by name, for the calibration run.
+        Inputs: ``embedded`` tokens (N, S, C), and ``lengths`` (N,). Outputs: what enters the fusion
+        layer (N, S, C); then keys and values (N, H, S, D) of each layer from there to the one
+        before ``last``. What enters linear maps can be asked for by name, for the calibration run.
         """
         self.input("lengths", "int32")
-        bias = self.input("bias") if mpnet.BIAS in self.weights else ""
         numbers = entering = self.norm(self.input("embedded"), "embeddings.LayerNorm")
         states: list[str] = []
         for layer in range(last):
@@ -278,8 +272,7 @@ class Encoder(Graph):
                 states += [key, value]
             # The last of these layers is run for its keys and values.
             if layer < last - 1:
-                attended = self.attend(query, key, value, bias if layer < fusion else "")
-                numbers = self.finish(numbers, attended, layer)
+                numbers = self.finish(numbers, self.attend(query, key, value), layer)
         self.outputs = [entering, *map(self.split, states)]
         self.more = [name for name in self.entering if name != entering]
         return self

@@ -22,9 +22,7 @@ from ..errors import BackboneError, MissingDependencyError, pip_install
 from ..method.batches import Ids
 from ..method.language_model import LanguageModel
 from ..method.prefix import Prefix, Prefixes, Show, pooled
-from . import mpnet
 from .onnx_graph import HIDDEN, ZERO, Encoder, Graph, Parameters
-from .options import ENCODERS
 from .quantisation import Numbers, fixed_parameters, ranges
 
 WEIGHTS = "model.safetensors"
@@ -109,8 +107,6 @@ class OnnxBackbone(LanguageModel):
         fusion_layer: The first layer in which queries see documents.
         documents_stay: Whether documents run up to there only.
         calibration: Texts that fix the scales of documents in int8; none for float32.
-        fusion_file: The weights of the layers from ``fusion_layer`` on, where the encoder ends
-            below them.
 
     Raises:
         BackboneError: The files are not those of an encoder that can be run so.
@@ -127,10 +123,8 @@ class OnnxBackbone(LanguageModel):
         fusion_layer: int,
         documents_stay: bool,
         calibration: Sequence[Ids] = (),
-        fusion_file: Path | None = None,
     ) -> None:
         self.folder = folder
-        self.fusion_file = fusion_file
         self.last_layer = last_layer
         self.fusion_layer = fusion_layer
         self.documents_stay = documents_stay
@@ -150,11 +144,6 @@ class OnnxBackbone(LanguageModel):
     def _open(self) -> _Sessions:
         try:
             weights = load_file(self.folder / WEIGHTS)
-            if self.config["model_type"] == mpnet.MODEL_TYPE:
-                weights = mpnet.as_bert(weights)
-            if self.fusion_file is not None:
-                weights |= load_file(self.fusion_file)
-            self._bias = weights.get(mpnet.BIAS)
             encoder = Encoder(self.config, weights)
             # The table stays in the dtype of its file: it is nearly half of the weights.
             self._words = weights["embeddings.word_embeddings.weight"]
@@ -180,10 +169,7 @@ class OnnxBackbone(LanguageModel):
         for row, text in zip(ids, texts, strict=True):
             row[: len(text)] = text
         embedded = self._words[ids].astype(np.float32) + self._places[: ids.shape[1]]
-        feeds = {"embedded": embedded, "lengths": lengths}
-        if self._bias is not None:
-            feeds["bias"] = mpnet.position_bias(self._bias, ids.shape[1])
-        return feeds
+        return {"embedded": embedded, "lengths": lengths}
 
     def _alone(self, encoder: Encoder) -> Session:
         stay = self.documents_stay
@@ -277,8 +263,6 @@ def read_config(folder: Path) -> dict[str, Any]:
     config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     if config.get("hidden_act") != "gelu" or config.get("is_decoder"):
         raise BackboneError(f"{folder} is no encoder with GELU. {ADVICE}")
-    if config["model_type"] == mpnet.MODEL_TYPE:
-        config["max_position_embeddings"] -= mpnet.FIRST_POSITION
     return config
 
 
@@ -288,9 +272,9 @@ def check_kind(model_type: str | None, name: str) -> None:
     Raises:
         MissingDependencyError: It is of such a kind.
     """
-    if model_type not in ENCODERS:
+    if model_type != "bert":
         raise MissingDependencyError(
             f"{name}: its language model is of the kind {model_type!r}. ONNX Runtime runs encoders "
-            f"of the kinds {', '.join(ENCODERS)} here, and torch all others (runtime='torch').",
+            "of the kind 'bert' here, and torch all others (runtime='torch').",
             "lm",
         )

@@ -23,9 +23,6 @@ if TYPE_CHECKING:
 
 ONNX_DTYPES = ("float32", "int8")
 
-# Kinds of language models that ONNX Runtime runs.
-ENCODERS = ("bert", "mpnet")
-
 
 @dataclass(frozen=True)
 class LoadOptions:
@@ -63,7 +60,7 @@ class LoadOptions:
         """
         if self.runtime or not find_spec("torch"):
             return self.runtime or "onnx"
-        fits = model_type in ENCODERS and not self.weights and self._dtype in ("", *ONNX_DTYPES)
+        fits = model_type == "bert" and not self.weights and self._dtype in ("", *ONNX_DTYPES)
         return "onnx" if fits and self.on_cpu else "torch"
 
     @property

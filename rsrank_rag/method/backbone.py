@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -23,7 +23,6 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from ..errors import BackboneError
-from .arrays import Array
 from .batches import Ids
 from .language_model import LanguageModel
 from .prefix import Prefix, Prefixes, Show, padded_length, pooled
@@ -64,8 +63,6 @@ class Backbone(LanguageModel):
             weight below, so that they identify a checkpoint.
         pads_keys: Whether attention can get keys padded to a multiple of 32.
         reader: The cache that reads queries.
-        position_bias: Gives what is added to the attention scores of texts of S tokens below the
-            fusion layer, (1, H, S, S); None for nothing.
         identity: As in `LanguageModel`.
     """
 
@@ -80,7 +77,6 @@ class Backbone(LanguageModel):
     sample: tuple[float, ...] = ()
     pads_keys: bool = False
     reader: type[Reader] = Reader
-    position_bias: Callable[[int], Array] | None = None
     identity: dict[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -148,8 +144,6 @@ class Backbone(LanguageModel):
             key_count = padded_length(longest) if pads_keys else longest
             keys = torch.arange(key_count, device=self.device)
             mask = self.mask((keys < self._column(lengths))[:, None].expand(-1, longest, -1))
-            if self.position_bias is not None:
-                mask = self._biased(mask, self.position_bias(key_count))
         recorder = kind(
             self.last_layer - 1,
             lengths,
@@ -259,14 +253,6 @@ class Backbone(LanguageModel):
             return allowed[:, None]
         mask = torch.zeros(allowed.shape, dtype=self.dtype, device=self.device)
         return mask.masked_fill_(~allowed, torch.finfo(self.dtype).min)[:, None]
-
-    def _biased(self, mask: Tensor, bias: Array) -> Tensor:
-        """A mask (N, 1, T, S) with a bias (1, H, S, S) for attention scores, (N, H, T, S)."""
-        tensor = torch.as_tensor(bias, dtype=self.dtype, device=self.device)
-        added = tensor[:, :, : mask.shape[2]]
-        if mask.dtype != torch.bool:
-            return mask + added
-        return added.masked_fill(~mask, torch.finfo(self.dtype).min)
 
     @property
     def _position_offset(self) -> int:

@@ -12,7 +12,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, lru_cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .arrays import Array
@@ -44,8 +43,6 @@ class LanguageModel(ABC):
         documents_stay: Whether documents run up to there only: what enters that layer gives the
             keys and values of all layers above.
         documents_in_int8: Whether documents run in 8 bits.
-        fusion_file: An artifact's own layers above the model's, from the fusion layer on; None
-            where the model has these layers.
         identity: What prefixes depend on, besides files, template and layers.
     """
 
@@ -60,7 +57,6 @@ class LanguageModel(ABC):
     fusion_layer: int
     documents_stay: bool
     documents_in_int8 = False
-    fusion_file: Path | None = None
     identity: dict[str, object]
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""Fusion layers on a frozen MPNet: the recipe's states, and the artifact that it becomes."""
+"""Fusion layers on a frozen MPNet: states, training, and scores of the trained weights."""
 
 import argparse
 
@@ -10,14 +10,12 @@ from conftest import DOCUMENTS, QUERIES
 from recipe_modules import recipe_modules
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
-from rsrank_rag import RSRank
-
 LAYERS = 3
 
 
 @pytest.fixture(scope="module")
 def recipe():
-    names = ("choose", "export", "frozen", "model", "pairs", "scorer", "train_base", "typed")
+    names = ("choose", "frozen", "measure_base", "model", "pairs", "scorer", "train_base", "typed")
     with recipe_modules(*names) as modules:
         yield modules
 
@@ -72,28 +70,33 @@ def test_stored_states_are_those_of_the_encoder_also_after_they_were_read_from_d
 
 
 @torch.no_grad()
-def test_the_artifact_scores_as_the_recipe_does(recipe, start, tmp_path):
+def test_measuring_reads_the_weights_that_were_exported_and_scores_as_training_does(
+    recipe, start, tmp_path
+):
     frozen = recipe.frozen.Frozen(start, tmp_path / "states", torch.float32)
     shape = recipe.model.Shape(fuse=LAYERS, run=LAYERS + 2, dim=8)
     model = recipe.model.Mini(recipe.frozen.as_bert_model(start), shape, shift=0.5).eval()
     for layer in model.layers[LAYERS:]:
         layer.half().float()
+        # The fusion layers differ from the layer that they began as.
+        layer.value.weight.mul_(2)
     batch = recipe.typed.Batch()
     for query in QUERIES:
         number = batch.query(query, hard=False)
         for text in DOCUMENTS:
             batch.pair(number, batch.text(text, text), relevant=False)
-    expected = recipe.pairs.run(model, frozen, batch).scores.numpy()
+    output = recipe.pairs.run(model, frozen, batch)
     scorer = recipe.scorer.Scorer(model, frozen.ids)
     recipe.choose.export(scorer, (1.0, 0.25), tmp_path / "weights", {"data": ["made up"]})
-    recipe.export.convert_frozen(tmp_path / "weights", tmp_path / "artifact", str(start), None)
-    for runtime in ("onnx", "torch"):
-        ranker = RSRank.from_pretrained(
-            tmp_path / "artifact", device="cpu", dtype="float32", runtime=runtime
-        )
-        scores = np.concatenate([ranker.score(query, DOCUMENTS) for query in QUERIES])
-        assert np.ptp(scores) > 0.1
-        np.testing.assert_allclose(scores, expected - 0.25, rtol=0, atol=1e-3)
+    measured = recipe.frozen.trained(tmp_path / "weights", start)
+    encoder = recipe.measure_base.WholeTexts(start)
+    ranker = recipe.measure_base.TrainedModel(measured, encoder)
+    scores = np.concatenate([ranker.score(query, DOCUMENTS) for query in QUERIES])
+    assert np.ptp(scores) > 0.1
+    np.testing.assert_allclose(scores, output.scores.numpy() - 0.25, rtol=0, atol=1e-4)
+    cosine = recipe.measure_base.TrainedModel(measured, encoder, cosine=True)
+    for query, expected in zip(QUERIES, output.queries @ output.texts.T, strict=True):
+        np.testing.assert_allclose(cosine.score(query, DOCUMENTS), expected, rtol=0, atol=1e-5)
 
 
 def test_training_changes_nothing_below_the_fusion_layers_and_lowers_the_loss(
