@@ -205,8 +205,8 @@ class Plain:
     ) -> tuple[list[Tensor], Tensor]:
         """Value vectors of the query's tokens, and agreement (N, 2).
 
-        Hooks take the documents out of the mask of a BERT's layers below the fusion layer, and may
-        keep them as they are above.
+        Hooks take the documents out of the mask of a BERT's layers below the fusion layer, and keep
+        them as they are above.
         """
         fusion, width = self.ranker.config.fusion_layer, max(map(len, prefixes))
         entering: list[Tensor] = []
@@ -224,7 +224,7 @@ class Plain:
         hooks += [
             layers[fusion].register_forward_pre_hook(lambda _module, args: entering.append(args[0]))
         ]
-        if self.ranker.config.documents_stay:
+        if fusion:
             hooks += [layer.register_forward_pre_hook(stay) for layer in layers[fusion + 1 :]]
         try:
             found = self.values(prefixes, query)

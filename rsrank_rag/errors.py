@@ -165,7 +165,7 @@ def problems_of(error: ValidationError) -> str:
     problems = []
     for problem in error.errors(include_url=False, include_context=False, include_input=False):
         place = ".".join(map(str, problem["loc"]))
-        reason = problem["msg"].removeprefix("Value error, ")
+        reason = problem["msg"].removeprefix("Value error, ").rstrip(".")
         if problem["type"] == "extra_forbidden":
             reason = "there is no such entry"
         problems.append(f"{place}: {reason}".removeprefix(": "))

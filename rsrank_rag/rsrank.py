@@ -28,7 +28,17 @@ from .method.template import PromptTokenizer, TokenisedDocument, TokenisedQuery
 from .passages.explanation import Explanation
 from .prefixes.cache import CachedPrefixes, PrefixTiers
 from .prefixes.settings import Choice, as_prefix_cache
-from .reranker import BLANK_SCORE, Pair, PairLike, Reranker, Scored, as_list, as_pairs, by_query
+from .reranker import (
+    BLANK_SCORE,
+    Pair,
+    PairLike,
+    Reranker,
+    Scored,
+    as_list,
+    as_pairs,
+    by_query,
+    check_text,
+)
 
 if TYPE_CHECKING:
     from .method.formula import Weights
@@ -113,6 +123,7 @@ class RSRank(Pretrained, Reranker):
         pairs = [Pair(query, document) for document in as_list(documents)]
         if not pairs:
             # The query is checked even if there is nothing to score.
+            check_text("A query", query)
             self.prompts.query(query)
         return [scored.score for scored in self.score_pairs(pairs)]
 

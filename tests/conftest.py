@@ -394,7 +394,7 @@ def fused(tiny_folder, tmp_path_factory):
         projection,
         template=ENCODER.model_copy(update={"query_start": "[CLS]"}),
         fusion_layer=1,
-        options=LoadOptions("cpu", "float32"),
+        options=LoadOptions(device="cpu", dtype="float32"),
     )
     ranker.save_pretrained(folder, include_backbone=True)
     return folder

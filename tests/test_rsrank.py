@@ -281,6 +281,13 @@ def test_a_document_that_is_no_string_is_named(ranker):
         ranker.rank(QUERY, [3])
 
 
+@pytest.mark.parametrize("query", [None, 3, b"bytes", ["list"]])
+@pytest.mark.parametrize("documents", [[], ["a"]])
+def test_a_query_that_is_no_string_is_refused_by_type(query, documents, ranker):
+    with pytest.raises(InputError, match=f"query must be a string, got {type(query).__name__}"):
+        ranker.score(query, documents)
+
+
 @pytest.mark.parametrize("documents", ["one text", b"bytes"])
 def test_one_string_instead_of_a_list_is_refused(ranker, documents):
     for call in (ranker.score, ranker.rank):

@@ -62,7 +62,6 @@ def convert(source: Path, folder: Path, start: str) -> RSRank:
             ),
             template=TEMPLATE,
             fusion_layer=description["fuse"],
-            documents_stay=True,
             options=LoadOptions(device="cpu", dtype="float16"),
             training=TrainingRecord(
                 data=tuple(description.get("data", ())),

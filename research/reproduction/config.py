@@ -1,7 +1,6 @@
 """Configuration of ``python -m research.reproduce`` in TOML: sets, systems, tables, ablations."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -49,12 +48,8 @@ class SystemPart(LoadSettings):
 
     def options(self, defaults: LoadOptions) -> LoadOptions:
         """How to load it: what is set here, and the rest from the defaults."""
-        settings = self.load_options()
-        changes = {}
-        for entry in fields(settings):
-            if value := getattr(settings, entry.name):
-                changes[entry.name] = value
-        return replace(defaults, **changes)
+        settings = self.load_options().model_dump(exclude_defaults=True)
+        return defaults.model_copy(update=settings)
 
 
 class Reproduction(BaseModel, extra="forbid", frozen=True):

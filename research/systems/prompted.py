@@ -6,19 +6,25 @@ Axes: N prompts, T tokens.
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from typing_extensions import Self
 
 from rsrank_rag.errors import BackboneError, InputError, finite, required, too_large
-from rsrank_rag.language_model.loading import load_model
+from rsrank_rag.language_model.loading import LOAD_ERRORS, quantisation
 from rsrank_rag.language_model.options import LoadOptions
+from rsrank_rag.language_model.quiet import quiet_transformers
 from rsrank_rag.method.batches import Batches, DoesNotFitError, Ids, token_budget_for
 from rsrank_rag.method.template import clean, private_copy
 from rsrank_rag.reranker import Reranker, Scored, as_list
@@ -83,6 +89,30 @@ class Batched(Reranker):
             raise too_large(len(error.ids), prompts.index(error.ids)) from None
         self.token_budget = batches.budget
         return [found[ids] for ids in prompts]
+
+
+def load(
+    model_class: Any, name: str, revision: str | None, options: LoadOptions, **arguments: Any
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A frozen model with its output layer, and its tokenizer; BackboneError if it has no such."""
+    hub = {**options.hub, "revision": revision, "trust_remote_code": options.trust_remote_code}
+    arguments = {**arguments, **quantisation(options), "dtype": options.resolved_dtype()}
+    # The model's config could name kernels to download and run.
+    arguments["attn_implementation"] = None
+    place = f"{name!r} (revision {revision or 'main'})"
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, **hub)
+        with quiet_transformers():
+            model, report = model_class.from_pretrained(
+                name, output_loading_info=True, **hub, **arguments
+            )
+        if options.weights is None:
+            model = model.to(options.resolved_device())
+    except LOAD_ERRORS as error:
+        raise BackboneError(f"The language model {place} could not be loaded: {error}") from error
+    if missing := sorted(report["missing_keys"]):
+        raise BackboneError(f"The language model {place} lacks weights, such as {missing[0]}.")
+    return model.requires_grad_(False), tokenizer
 
 
 # Short names of the published models.
@@ -224,8 +254,12 @@ class Qwen3Reranker(AnswerOdds):
         options: LoadOptions | None = None,
     ) -> None:
         name = SIZES.get(str(name), name)
-        model, tokenizer, _ = load_model(
-            name, revision=revision, options=options or LoadOptions(), head="causal-lm"
+        model, tokenizer = load(
+            AutoModelForCausalLM,
+            str(name),
+            revision,
+            options or LoadOptions(),
+            use_safetensors=True,
         )
         copied = private_copy(tokenizer, special_tokens=True)
         before, after = (
@@ -276,11 +310,11 @@ class MonoT5(AnswerOdds):
     ) -> None:
         name = SIZES.get(str(name), name)
         options = options or LoadOptions()
-        chosen = options if options.dtype is not None else replace(options, dtype="float32")
+        chosen = options
+        if options.dtype is None:
+            chosen = options.model_copy(update={"dtype": "float32"})
         try:
-            model, tokenizer, _ = load_model(
-                name, revision=revision, options=chosen, head="seq2seq-lm", allow_bin=True
-            )
+            model, tokenizer = load(AutoModelForSeq2SeqLM, str(name), revision, chosen)
         except BackboneError as error:
             if "spiece.model" in str(
                 error

@@ -130,8 +130,6 @@ class ModelAdapter(LoadSettings):
 
     @model_validator(mode="after")
     def _refuse_settings_without_effect(self) -> Self:
-        # This raises InputError for two kinds of quantisation.
-        self.load_options()
         changed = set()
         for name, field in ModelAdapter.model_fields.items():
             if name != "model" and getattr(self, name) != field.default:

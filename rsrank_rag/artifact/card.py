@@ -37,20 +37,16 @@ def _description(config: RSRankConfig) -> list[str]:
     ]
     if config.fusion_layer:
         lines.append(
-            f"- Fusion: queries see documents from layer {config.fusion_layer} on only; below it, "
-            "each is run by itself. Cosine and MaxSim terms of the two may be added to the score. "
-            "This is not part of the paper's method"
+            f"- Fusion: queries see documents from layer {config.fusion_layer} on only. Documents "
+            "are run up to that layer, and layers from it on see its input. Cosine and MaxSim "
+            "terms of the two may be added to the score. This is not part of the paper's method"
         )
-    if config.documents_stay:
-        lines.append("- Documents are run up to that layer only; layers from it on see its input")
     lines.append(f"- Template: `{config.template.model_dump_json()}`")
     data = ", ".join(training.data) or "not recorded"
     lines.append(f"- Training data: {data}; seed {training.seed}")
     if training.settings:
         settings = [f"{name} {value}" for name, value in training.settings.items()]
         lines.append(f"- Settings: {', '.join(settings)}")
-    if config.license:
-        lines.append(f"- Licence of B: {config.license}")
     if training.notes:
         lines += ["", training.notes]
     return lines
@@ -77,8 +73,7 @@ def _metrics_table(metrics: dict[str, dict[str, float]]) -> list[str]:
     for dataset, row in metrics.items():
         cells = [dataset]
         for name in columns:
-            decimals = 0 if name in ("queries", "unanswered") else 3
-            cells.append(f"{row[name]:.{decimals}f}" if name in row else "")
+            cells.append(f"{round(row[name], 3):g}" if name in row else "")
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 

@@ -58,9 +58,7 @@ class RSRankConfig(BaseModel, extra="forbid", frozen=True):
     projection_dim: int = Field(gt=0)
     """P."""
     fusion_layer: int = Field(default=0, ge=0)
-    """The first layer in which queries see documents."""
-    documents_stay: bool = False
-    """Whether the layers from there on see documents as they enter it."""
+    """The first layer in which queries see documents; layers above it see them as they enter it."""
     template: Template = Template()
     max_length: int | None = Field(default=None, gt=0)
     """Positions to use, if fewer than the model has."""

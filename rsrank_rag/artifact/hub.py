@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from ..errors import ArtifactError, BackboneError, nearest
-from ..language_model.options import LoadOptions
+from ..language_model.options import ENCODER_FILES, LoadOptions
 from ..method.arrays import Array, to_numpy
 from ..method.formula import Weights
 from .config import RSRankConfig, content_digest
@@ -25,14 +25,10 @@ CARD = "README.md"
 LIMITS = "limits.txt"
 
 ARTIFACT_FILES = [CONFIG, PROJECTION, CARD, LIMITS, "backbone/*"]
-ENCODER_FILES = [CONFIG, "tokenizer.json", "tokenizer_config.json", "model.safetensors"]
 
 BUILTIN = Path(__file__).parents[1] / "models"
 
 DEFAULT_LOADING = LoadOptions()
-
-# The tensors of an artifact, in the order of their digests.
-TENSORS = ("weight", "head_weight", "agreement")
 
 
 def builtin_names() -> list[str]:
@@ -50,23 +46,20 @@ def resolve(
     Raises:
         ArtifactError: There is no such artifact, or the Hub cannot be reached.
     """
-    builtin = str(name) in builtin_names()
-    if builtin or is_folder(name):
+    name = str(name)
+    builtin = builtin_names()
+    if name in builtin or is_folder(name):
         if revision is not None:
             raise ArtifactError(
-                f"Revision {revision!r} was requested of {str(name)!r}, a local folder, but "
-                "only artifacts on the Hub have revisions. Leave revision out."
+                f"Revision {revision!r} was requested of {name!r}, a local folder, but only "
+                "artifacts on the Hub have revisions. Leave revision out."
             )
-        return BUILTIN / str(name) if builtin else Path(name)
-    failure = f"The artifact {str(name)!r}"
-    if revision:
-        failure += f" at revision {revision!r}"
-    failure += f" is neither built in ({', '.join(builtin_names())}) nor a local folder"
-    suggestion = "" if "/" in str(name) else nearest(str(name), builtin_names())
-    if suggestion:
+        return BUILTIN / name if name in builtin else Path(name)
+    failure = f"The artifact {name!r} is neither built in ({', '.join(builtin)}) nor a local folder"
+    if "/" not in name and (suggestion := nearest(name, builtin)):
         raise ArtifactError(f"{failure}.{suggestion}")
     try:
-        return download(str(name), revision, load, ARTIFACT_FILES)
+        return download(name, revision, load, ARTIFACT_FILES)
     except BackboneError as error:
         raise ArtifactError(f"{failure}. {error}") from error
 
@@ -87,9 +80,9 @@ def download(
         return Path(snapshot_download(name, revision=revision, allow_patterns=files, **load.hub))
     except HUB_ERRORS as error:
         raise BackboneError(
-            f"{name!r} could not be downloaded: {reason(error)} Check the name (owner/name) and "
-            "the revision. If it is private, log in ('hf auth login') or pass token=... Without a "
-            "network, pass the path of a local copy."
+            f"{name!r} (revision {revision or 'main'}) could not be downloaded: {reason(error)} "
+            "Check the name (owner/name) and the revision. If it is private, log in ('hf auth "
+            "login') or pass token=... Without a network, pass the path of a local copy."
         ) from error
 
 
@@ -128,9 +121,10 @@ def read_projection(folder: Path, config: RSRankConfig) -> "Projection":
 
     from ..method.projection import Projection
 
-    tensors = read_weights(folder, config).state_dict()
-    tensors = {name: from_numpy(array) for name, array in tensors.items()}
-    return Projection(tensors.pop("weight"), config.layers, **tensors)
+    arrays = read_weights(folder, config).state_dict()
+    return Projection(
+        layers=config.layers, **{name: from_numpy(array) for name, array in arrays.items()}
+    )
 
 
 def read_weights(folder: Path, config: RSRankConfig) -> Weights:
@@ -172,16 +166,15 @@ def read_weights(folder: Path, config: RSRankConfig) -> Weights:
             f"{path} was written with another {CONFIG}, or one of the two was changed (by sha256). "
             "Restore the original, download the artifact again, or save it with save_pretrained."
         )
-    return Weights(tensors.pop("weight"), config.layers, **tensors)
+    return Weights(layers=config.layers, **tensors)
 
 
 def _digests(config_digest: str, tensors: dict[str, Array]) -> str:
     """The sha256 of the config and of each tensor, as the file's metadata holds them."""
     digests = {"config": config_digest}
-    for name in TENSORS:
-        if name in tensors:
-            digests[name] = hashlib.sha256(tensors[name].tobytes()).hexdigest()
-    return json.dumps(digests)
+    for name, tensor in tensors.items():
+        digests[name] = hashlib.sha256(tensor.tobytes()).hexdigest()
+    return json.dumps(digests, sort_keys=True)
 
 
 def write_artifact(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -64,7 +63,7 @@ def describe(
     prompts: PromptTokenizer,
     name: str,
     revision: str | None,
-    files: Mapping[str, str] | None = None,
+    files: dict[str, str],
 ) -> BackboneSpec:
     """What an artifact records of its language model; ``files`` are the files' hashes."""
     return BackboneSpec(
@@ -76,7 +75,7 @@ def describe(
         head_dim=core.head_dim,
         tokenizer=tokenizer_fingerprint(prompts.tokenizer),
         values=core.sample,
-        files=dict(files or {}),
+        files=files,
     )
 
 
@@ -92,7 +91,6 @@ def prefix_identity(core: LanguageModel, config: RSRankConfig) -> dict[str, obje
         "template": config.template.model_dump(),
         "layers": core.last_layer,
         "fusion_layer": core.fusion_layer,
-        "documents_stay": core.documents_stay,
     }
     return {**of_artifact, **core.identity}
 
@@ -166,47 +164,23 @@ def check_files(
     return present
 
 
-def check_before_run(
-    model_type: str,
-    num_layers: int,
-    tokenizer: PreTrainedTokenizerBase | Tokenizer,
-    spec: BackboneSpec,
-    source: str,
+def check_model(
+    core: Backbone, tokenizer: PreTrainedTokenizerBase, spec: BackboneSpec, source: str
 ) -> None:
-    """Refuse another architecture, depth or tokenizer before the model is run."""
-    if (num_layers, model_type) != (spec.num_layers, spec.model_type):
-        raise ArtifactError(
-            f"This artifact belongs to {spec.name} ({spec.model_type}, {spec.num_layers} layers), "
-            f"but {source} is a {model_type} with {num_layers} layers. {ADVICE}"
-        )
+    """Refuse another tokenizer or other value vectors than those the artifact was made with."""
+    from ..language_model.weights import bits_of
+
     fingerprint = tokenizer_fingerprint(tokenizer)
     if fingerprint != spec.tokenizer:
         raise ArtifactError(
             f"The tokenizer of {source} splits text differently from the one this artifact was "
             f"made with (fingerprint {fingerprint}, expected {spec.tokenizer}). {ADVICE}"
         )
-
-
-def check_after_run(core: Backbone, spec: BackboneSpec, source: str) -> None:
-    """Refuse other heads or other value vectors than the ones the artifact was made with."""
-    if (core.num_heads, core.head_dim) != (spec.num_heads, spec.head_dim):
-        raise ArtifactError(
-            f"This artifact belongs to {spec.name} with {spec.num_heads} KV heads of "
-            f"{spec.head_dim}, but {source} has {core.num_heads} of {core.head_dim}. {ADVICE}"
-        )
-    from ..language_model.weights import bits_of
-
-    difference = relative_difference(core.sample, spec.values)
+    # Euclidean, relative to the length of the recorded vector.
+    difference = math.dist(core.sample, spec.values) / math.hypot(*spec.values, 1e-6)
     if not difference <= TOLERANCE[bits_of(core.model)]:
         raise ArtifactError(
             f"The weights of {source} are not those of {spec.name} (revision "
             f"{spec.revision or 'not pinned'}) that this artifact was made with: value vectors "
             f"differ by {difference:.0%}. {ADVICE}"
         )
-
-
-def relative_difference(actual: Sequence[float], expected: Sequence[float]) -> float:
-    """Euclidean distance of two vectors, relative to the expected one's length."""
-    if len(actual) != len(expected):
-        return math.inf
-    return math.dist(actual, expected) / math.hypot(*expected, 1e-6)

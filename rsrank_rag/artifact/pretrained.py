@@ -15,7 +15,7 @@ from ..prefixes.settings import Choice
 from . import hub
 from .card import UNNAMED, is_hub_id, model_card
 from .config import INSIDE, BackboneSpec, RSRankConfig, TrainingRecord
-from .identity import check_after_run, check_before_run, check_files, describe, folder_of, hashes
+from .identity import check_files, check_model, describe, folder_of, hashes
 
 if TYPE_CHECKING:
     import torch
@@ -96,8 +96,8 @@ class Pretrained(ABC):
                 needs torch, which is not installed.
         """
         load = LoadOptions(
-            device,
-            dtype,
+            device=device,
+            dtype=dtype,
             runtime=runtime,
             local_files_only=local_files_only,
             token=token,
@@ -121,8 +121,16 @@ class Pretrained(ABC):
     @classmethod
     def from_source(cls, source: ModelSource) -> Self:
         """As `from_pretrained`, with all of its arguments in one object."""
+        folder = hub.resolve(source.name, source.revision, source.load)
+        config = hub.read_config(folder)
+        # A model that the user named is checked by a run, which only torch makes.
+        kind = config.backbone.model_type if source.backbone is None else ""
+        opened: Any = open_on_torch
+        if source.load.runtime_for(kind) == "onnx":
+            opened = _open_encoder
         ranker = cls(
-            *open_artifact(source),
+            *opened(source, folder, config),
+            config,
             token_budget=source.token_budget,
             prefix_cache=source.prefix_cache,
             deterministic=source.load.deterministic,
@@ -138,7 +146,6 @@ class Pretrained(ABC):
         *,
         template: Template | None = None,
         fusion_layer: int = 0,
-        documents_stay: bool = False,
         revision: str | None = None,
         options: LoadOptions | None = None,
         training: TrainingRecord | None = None,
@@ -151,9 +158,8 @@ class Pretrained(ABC):
             projection: B and its optional weights.
             template: Text around document and query.
             fusion_layer: The first layer in which queries see documents. B reads layers above it.
-                Below it, a query's tokens see only ``query_start + query + suffix``.
-            documents_stay: Run documents up to ``fusion_layer`` only; this layer and all above it
-                see the documents' states that enter ``fusion_layer``.
+                Below it, a query's tokens see only ``query_start + query + suffix``. Documents run
+                up to this layer only: this layer and all above it see the states that enter it.
             revision: The language model's revision on the Hub, recorded in the artifact.
             options: How to load the language model.
             training: The data and settings B was trained with, recorded in the artifact.
@@ -172,7 +178,6 @@ class Pretrained(ABC):
             last_layer=projection.layers[-1],
             template=template,
             fusion_layer=fusion_layer,
-            documents_stay=documents_stay,
         )
         files = hashes(folder_of(str(name), revision, load.cache_dir))
         config = RSRankConfig(
@@ -180,7 +185,6 @@ class Pretrained(ABC):
             layers=projection.layers,
             projection_dim=projection.weight.shape[2],
             fusion_layer=fusion_layer,
-            documents_stay=documents_stay,
             template=template,
             training=training or TrainingRecord(),
             license=license,
@@ -279,30 +283,13 @@ class Pretrained(ABC):
         return str(commit.commit_url)
 
 
-def open_artifact(
-    source: ModelSource,
-) -> "tuple[LanguageModel, PromptTokenizer, Projection | Weights, RSRankConfig]":
-    """Load an artifact and its language model, and check that they belong together.
-
-    Errors are those of `RSRank.from_pretrained`.
-
-    Returns:
-        The language model, its tokenizer with the artifact's template, B, and the config.
-    """
-    folder = hub.resolve(source.name, source.revision, source.load)
-    config = hub.read_config(folder)
-    spec = config.backbone
-    # A model that the user named is checked by a run, which only torch makes.
-    kind = spec.model_type if source.backbone is None else ""
-    if source.load.runtime_for(kind) == "onnx":
-        return *_open_encoder(source, folder, config), hub.read_weights(folder, config), config
-    return *open_on_torch(source, folder, config), config
-
-
 def open_on_torch(
     source: ModelSource, folder: Path, config: RSRankConfig
 ) -> "tuple[Backbone, PromptTokenizer, Projection]":
-    """`open_artifact` on torch, for the artifact in ``folder``."""
+    """The language model on torch, its tokenizer with the artifact's template, and B.
+
+    Errors are those of `RSRank.from_pretrained`.
+    """
     with needs_torch():
         projection = hub.read_projection(folder, config)
     spec = config.backbone
@@ -320,7 +307,6 @@ def open_on_torch(
         last_layer=config.layers[-1],
         template=config.template,
         fusion_layer=config.fusion_layer,
-        documents_stay=config.documents_stay,
         max_lengths=(config.max_length, source.max_length),
         spec=spec,
     )
@@ -343,8 +329,8 @@ def _backbone_of(source: ModelSource, folder: Path, spec: BackboneSpec) -> tuple
 
 def _open_encoder(
     source: ModelSource, folder: Path, config: RSRankConfig
-) -> "tuple[LanguageModel, PromptTokenizer]":
-    """Load an encoder for ONNX Runtime; its files must be those that the artifact records."""
+) -> "tuple[LanguageModel, PromptTokenizer, Weights]":
+    """As `open_on_torch`, on ONNX Runtime: the files must be those that the artifact records."""
     from tokenizers import Tokenizer
 
     from ..language_model.onnx_runtime import OnnxBackbone, check_kind, read_config
@@ -359,22 +345,18 @@ def _open_encoder(
     check_files(spec, place, in_cache=not local, strict=True)
     encoder = read_config(place)
     tokenizer = Tokenizer.from_file(str(place / "tokenizer.json"))
-    check_before_run(encoder["model_type"], encoder["num_hidden_layers"], tokenizer, spec, name)
-    limits = [encoder["max_position_embeddings"], config.max_length, source.max_length]
+    limits = (encoder["max_position_embeddings"], config.max_length, source.max_length)
     prompts = PromptTokenizer(
-        tokenizer,
-        config.template,
-        max_length=min(limit for limit in limits if limit is not None),
-        shared_positions=False,
+        tokenizer, config.template, max_length=min(filter(None, limits)), shared_positions=False
     )
     core = OnnxBackbone(
         place,
+        encoder,
         last_layer=config.layers[-1],
         fusion_layer=config.fusion_layer,
-        documents_stay=config.documents_stay,
         calibration=calibration_ids(prompts) if dtype == "int8" else (),
     )
-    return core, prompts
+    return core, prompts, hub.read_weights(folder, config)
 
 
 def open_model(
@@ -384,8 +366,7 @@ def open_model(
     *,
     last_layer: int | None,
     template: Template,
-    fusion_layer: int,
-    documents_stay: bool,
+    fusion_layer: int = 0,
     max_lengths: tuple[int | None, ...] = (),
     spec: BackboneSpec | None = None,
 ) -> "tuple[Backbone, PromptTokenizer]":
@@ -395,24 +376,19 @@ def open_model(
         from ..language_model.loading import load_model
         from ..language_model.weights import bits_of
     loaded = load_model(name, revision=revision, options=options, last_layer=last_layer)
-    if spec is not None:
-        model_type = loaded.model.config.get_text_config().model_type
-        check_before_run(model_type, loaded.num_layers, loaded.tokenizer, spec, name)
     core = open_backbone(
         loaded.model,
         last_layer,
         num_layers=loaded.num_layers,
         fusion_layer=fusion_layer,
-        documents_stay=documents_stay,
     )
     if spec is not None:
-        check_after_run(core, spec, name)
+        check_model(core, loaded.tokenizer, spec, name)
     core.identity["bits"] = bits_of(core.model)
-    limits = [limit for limit in max_lengths if limit is not None]
     prompts = PromptTokenizer(
         loaded.tokenizer,
         template,
-        max_length=min([core.max_length, *limits]),
+        max_length=min(filter(None, (core.max_length, *max_lengths))),
         shared_positions=core.causal,
     )
     return core, prompts

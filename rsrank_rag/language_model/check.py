@@ -36,7 +36,6 @@ def open_backbone(
     *,
     num_layers: int | None = None,
     fusion_layer: int = 0,
-    documents_stay: bool = False,
 ) -> Backbone:
     """Test a model, and make it a `Backbone`. The model is switched to eval mode.
 
@@ -45,7 +44,6 @@ def open_backbone(
         last_layer: The last layer to read; None for the last one loaded.
         num_layers: Layers of the checkpoint; None for as many as are loaded.
         fusion_layer: As in `Backbone`.
-        documents_stay: As in `Backbone`.
 
     Raises:
         BackboneError: The model's cache does not hold its value vectors, or the model cannot run in
@@ -56,14 +54,10 @@ def open_backbone(
     core = Backbone(model, last_layer=last_layer, num_layers=num_layers or loaded)
     if not 0 < last_layer < loaded:
         raise BackboneError(f"Layer {last_layer} was asked for; {core.name} has 1..{loaded - 1}.")
-    if documents_stay and not fusion_layer:
-        raise BackboneError(
-            "documents_stay=True needs a fusion_layer, up to which documents are run."
-        )
     try:
         core = _tested(core)
         if fusion_layer:
-            core = _with_fusion(core, fusion_layer, documents_stay)
+            core = _with_fusion(core, fusion_layer)
     except BackboneError:
         raise
     except Exception as error:
@@ -113,7 +107,7 @@ def _tested(core: Backbone) -> Backbone:
 
 
 @torch.no_grad()
-def _with_fusion(core: Backbone, layer: int, stay: bool) -> Backbone:
+def _with_fusion(core: Backbone, layer: int) -> Backbone:
     """The same model with a fusion layer.
 
     Raises:
@@ -126,7 +120,7 @@ def _with_fusion(core: Backbone, layer: int, stay: bool) -> Backbone:
         )
     ids = _trial_ids(core)
     model = split_at(core.model, layer)
-    fused = replace(core, model=model, fusion_layer=layer, documents_stay=stay)
+    fused = replace(core, model=model, fusion_layer=layer)
     read: dict[int, Tensor] = {}
     fused.query_values([ids], fused.prefill([ids[:DOCUMENT_TOKENS]], TOKENS), read.__setitem__)
     # In the fusion layer, the values of queries do not depend on the document yet.
@@ -190,8 +184,6 @@ def _check_attention_kinds(core: Backbone) -> None:
     """Refuse masks that a short trial could not tell from those of `Backbone`."""
     kinds = set(getattr(core.config, "layer_types", None) or ())
     kinds -= {"full_attention", "sliding_attention"}
-    if "local" in (getattr(core.config, "attention_layers", None) or ()):
-        kinds.add("local")
     if kinds:
         _refuse(core, f"has attention layers of the kind {', '.join(sorted(kinds))}.")
 

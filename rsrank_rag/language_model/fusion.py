@@ -2,7 +2,7 @@
 
 layers below the fusion layer  are skipped in a run that begins at the fusion layer
 the fusion layer               gives its input to the cache, or takes it from there
-layers above it                give their input as their output where documents stay
+layers above it                give their input as their output when documents are run
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import copy
 import inspect
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import transformers
 from safetensors import SafetensorError
@@ -34,14 +34,6 @@ LOAD_ERRORS: tuple[type[Exception], ...] = (
     AssertionError,
 )
 
-Head = Literal["causal-lm", "seq2seq-lm"]
-
-_CLASSES: dict[Head | None, Any] = {
-    None: transformers.AutoModel,
-    "causal-lm": transformers.AutoModelForCausalLM,
-    "seq2seq-lm": transformers.AutoModelForSeq2SeqLM,
-}
-
 
 class LoadedModel(NamedTuple):
     """A frozen language model in memory.
@@ -62,19 +54,14 @@ def load_model(
     *,
     revision: str | None,
     options: LoadOptions,
-    head: Head | None = None,
-    allow_bin: bool = False,
     last_layer: int | None = None,
 ) -> LoadedModel:
-    """Load a frozen model and its tokenizer.
+    """Load a frozen base model and its tokenizer.
 
     Args:
         name: Local folder or Hub id.
         revision: Commit, tag or branch on the Hub.
         options: Device, dtype, quantisation, access.
-        head: The output layer to load; None for the base model alone.
-        allow_bin: Read ``pytorch_model.bin`` with torch's weights-only reader if there are no
-            safetensors.
         last_layer: The last layer to load, counted from 0; None for all.
 
     Raises:
@@ -85,22 +72,22 @@ def load_model(
     name = str(name)
     device = options.resolved_device()
     hub = {**options.hub, "revision": revision, "trust_remote_code": options.trust_remote_code}
-    arguments = {**hub, "dtype": options.resolved_dtype(), **_quantisation(options)}
+    arguments = {**hub, "dtype": options.resolved_dtype(), **quantisation(options)}
     try:
         _refuse_adapter(name, revision, options)
         config = transformers.AutoConfig.from_pretrained(name, **hub)
         # The tokenizer comes first, so that its errors precede the long download.
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, **hub)
-        num_layers = _depth(config)
+        num_layers = config.get_text_config().num_hidden_layers
         if last_layer is not None:
             config = shortened(config, last_layer + 1)
         with quiet_transformers():
-            model, report = _CLASSES[head].from_pretrained(
+            model, report = transformers.AutoModel.from_pretrained(
                 name,
                 config=config,
-                use_safetensors=None if allow_bin else True,
+                use_safetensors=True,
                 output_loading_info=True,
-                **_overrides(config, head),
+                **_overrides(config),
                 **arguments,
             )
         if options.weights is None:
@@ -116,11 +103,9 @@ def load_model(
             f"The language model {name!r} (revision {revision or 'main'}) lacks {len(missing)} "
             f"weights, such as {missing[0]}. Download it again, or choose another model."
         )
-    if head is None:
-        # The text part of a vision-language model.
-        model = getattr(model, "language_model", model)
-    if head is None:
-        use_grouped_attention(model)
+    # The text part of a vision-language model.
+    model = getattr(model, "language_model", model)
+    use_grouped_attention(model)
     return LoadedModel(model.requires_grad_(False), tokenizer, num_layers)
 
 
@@ -134,7 +119,7 @@ def _refuse_adapter(name: str, revision: str | None, options: LoadOptions) -> No
         )
 
 
-def _overrides(config: PreTrainedConfig, head: Head | None) -> dict[str, Any]:
+def _overrides(config: PreTrainedConfig) -> dict[str, Any]:
     """Arguments that override the model's config, which could name kernels to download and run."""
     attention = None
     # SDPA has no soft cap.
@@ -145,7 +130,7 @@ def _overrides(config: PreTrainedConfig, head: Head | None) -> dict[str, Any]:
         "experts_implementation": None,
     }
     model_class = transformers.MODEL_MAPPING.get(type(config), None)
-    if head is None and inspect.isclass(model_class):
+    if inspect.isclass(model_class):
         parameters = inspect.signature(model_class.__init__).parameters
         # BERT-like models have a pooler, whose output no layer reads.
         if "add_pooling_layer" in parameters:
@@ -158,7 +143,7 @@ def shortened(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
 
     Of a vision-language model, the text part is shortened.
     """
-    count = _depth(config)
+    count = config.get_text_config().num_hidden_layers
     if layers >= count:
         return config
     config = copy.deepcopy(config)
@@ -171,12 +156,7 @@ def shortened(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
     return config
 
 
-def _depth(config: PreTrainedConfig) -> int:
-    """Layers of the text model; 0 if the config does not say, as of some models with a head."""
-    return int(getattr(config.get_text_config(), "num_hidden_layers", 0))
-
-
-def _quantisation(options: LoadOptions) -> dict[str, Any]:
+def quantisation(options: LoadOptions) -> dict[str, Any]:
     """Arguments of ``from_pretrained`` for quantised weights."""
     if options.weights is None:
         return {}

@@ -170,31 +170,33 @@ class Encoder(Graph):
         parts = [self.constant(self.array(f"{name}.{part}")) for part in ("weight", "bias")]
         return self.add("LayerNormalization", numbers, *parts, axis=-1, epsilon=self.epsilon)
 
-    def take(self, numbers: str, maps: Sequence[str], *, after_gelu: bool = False) -> str:
-        """Numbers (N, S, C) as these linear maps take them: in 8 bits, if they multiply so."""
-        self.entering[numbers] = (maps, after_gelu)
-        if maps[0] not in self.parameters:
-            return numbers
-        scale, zero = self.parameters[maps[0]]
+    def linear(self, numbers: str, names: Sequence[str], *, after_gelu: bool = False) -> list[str]:
+        """Linear maps of the same numbers, (N, S, C) to (N, S, outputs) each."""
+        self.entering[numbers] = (names, after_gelu)
+        if names[0] in self.parameters:
+            return self._linear_in_int8(numbers, names)
+        outputs = []
+        for name in names:
+            product = self.add("MatMul", numbers, self.constant(self.array(f"{name}.weight").T))
+            outputs.append(self.add("Add", product, self.constant(self.array(f"{name}.bias"))))
+        return outputs
+
+    def _linear_in_int8(self, numbers: str, names: Sequence[str]) -> list[str]:
+        scale, zero = self.parameters[names[0]]
+        zero_point = self.constant(np.uint8(zero))
+        step = scale
         if scale.ndim:
             numbers = self.add("Mul", numbers, self.constant(1 / scale))
-            scale = np.ones((), np.float32)
-        inputs = (numbers, self.constant(scale), self.constant(np.uint8(zero)))
-        return self.add("QuantizeLinear", *inputs)
-
-    def linear(self, taken: str, name: str) -> str:
-        """A linear map, (N, S, C) to (N, S, outputs), of what `take` gave."""
-        weight = self.array(f"{name}.weight")
-        bias = self.constant(self.array(f"{name}.bias"))
-        if name not in self.parameters:
-            product = self.add("MatMul", taken, self.constant(weight.T))
-            return self.add("Add", product, bias)
-        scale, zero = self.parameters[name]
-        codes, scales = rounded_weight(weight * scale, self.largest)
-        matrix = self.constant(codes.T)
-        zero_point = self.constant(np.uint8(zero))
-        inputs = (taken, matrix, self.constant(1.0), self.constant(scales), zero_point, "", bias)
-        return self.add("MatMulIntegerToFloat", *inputs)
+            step = np.ones((), np.float32)
+        numbers = self.add("QuantizeLinear", numbers, self.constant(step), zero_point)
+        outputs = []
+        for name in names:
+            codes, scales = rounded_weight(self.array(f"{name}.weight") * scale, self.largest)
+            factors = (self.constant(1.0), self.constant(scales))
+            bias = self.constant(self.array(f"{name}.bias"))
+            inputs = (numbers, self.constant(codes.T), *factors, zero_point, "", bias)
+            outputs.append(self.add("MatMulIntegerToFloat", *inputs))
+        return outputs
 
     def split(self, numbers: str) -> str:
         """(N, S, C) to (N, H, S, D)."""
@@ -233,14 +235,11 @@ class Encoder(Graph):
         add = self.add
         place = f"encoder.layer.{layer}"
         name = f"{place}.attention.output"
-        output = self._map(attended, f"{name}.dense")
+        output = self.linear(attended, [f"{name}.dense"])[0]
         numbers = self.norm(add("Add", numbers, output), f"{name}.LayerNorm")
-        inner = add("Gelu", self._map(numbers, f"{place}.intermediate.dense"))
-        inner = self._map(inner, f"{place}.output.dense", after_gelu=True)
+        inner = add("Gelu", self.linear(numbers, [f"{place}.intermediate.dense"])[0])
+        inner = self.linear(inner, [f"{place}.output.dense"], after_gelu=True)[0]
         return self.norm(add("Add", numbers, inner), f"{place}.output.LayerNorm")
-
-    def _map(self, numbers: str, name: str, *, after_gelu: bool = False) -> str:
-        return self.linear(self.take(numbers, [name], after_gelu=after_gelu), name)
 
     def attention_maps(self, numbers: str, layers: Sequence[int], first: int = 0) -> list[str]:
         """Query, key and value (N, S, C) of layers; keys and values alone with ``first=1``."""
@@ -248,10 +247,9 @@ class Encoder(Graph):
         for layer in layers:
             for part in ("query", "key", "value")[first:]:
                 names.append(f"encoder.layer.{layer}.attention.self.{part}")
-        taken = self.take(numbers, names)
-        return [self.linear(taken, name) for name in names]
+        return self.linear(numbers, names)
 
-    def alone(self, fusion: int, last: int, *, stay: bool) -> Self:
+    def alone(self, fusion: int, last: int) -> Self:
         """Make this the graph of texts that see themselves only.
 
         Inputs: ``embedded`` tokens (N, S, C), and ``lengths`` (N,). Outputs: what enters the fusion
@@ -259,20 +257,18 @@ class Encoder(Graph):
         before ``last``. What enters linear maps can be asked for by name, for the calibration run.
         """
         self.input("lengths", "int32")
-        numbers = entering = self.norm(self.input("embedded"), "embeddings.LayerNorm")
+        entering = numbers = self.norm(self.input("embedded"), "embeddings.LayerNorm")
         states: list[str] = []
-        for layer in range(last):
-            if layer == fusion:
-                entering = numbers
-            if layer == fusion and stay:
-                states = self.attention_maps(numbers, range(fusion, last), first=1)
-                break
+        for layer in range(fusion or last):
             query, key, value = self.attention_maps(numbers, [layer])
-            if layer >= fusion:
+            if not fusion:
                 states += [key, value]
-            # The last of these layers is run for its keys and values.
-            if layer < last - 1:
+            # Without a fusion layer, the last of these layers is run for its keys and values.
+            if fusion or layer < last - 1:
                 numbers = self.finish(numbers, self.attend(query, key, value), layer)
+        if fusion:
+            entering = numbers
+            states = self.attention_maps(entering, range(fusion, last), first=1)
         self.outputs = [entering, *map(self.split, states)]
         self.more = [name for name in self.entering if name != entering]
         return self

@@ -23,12 +23,8 @@ from ..method.batches import Ids
 from ..method.language_model import LanguageModel
 from ..method.prefix import Prefix, Prefixes, Show, pooled
 from .onnx_graph import HIDDEN, ZERO, Encoder, Graph, Parameters
+from .options import ENCODER_FILES
 from .quantisation import Numbers, fixed_parameters, ranges
-
-WEIGHTS = "model.safetensors"
-
-# An encoder's files. Torch reads the last one; without it, the tokenizer is that of the model type.
-FILES = ("config.json", WEIGHTS, "tokenizer.json", "tokenizer_config.json")
 
 ADVICE = f"Use torch for it (runtime='torch'): {pip_install('lm')}"
 
@@ -103,9 +99,9 @@ class OnnxBackbone(LanguageModel):
 
     Args:
         folder: Where its files are.
+        config: Its config, from `read_config`.
         last_layer: The last layer whose value vectors are read.
         fusion_layer: The first layer in which queries see documents.
-        documents_stay: Whether documents run up to there only.
         calibration: Texts that fix the scales of documents in int8; none for float32.
 
     Raises:
@@ -118,22 +114,21 @@ class OnnxBackbone(LanguageModel):
     def __init__(
         self,
         folder: Path,
+        config: dict[str, Any],
         *,
         last_layer: int,
         fusion_layer: int,
-        documents_stay: bool,
         calibration: Sequence[Ids] = (),
     ) -> None:
         self.folder = folder
         self.last_layer = last_layer
         self.fusion_layer = fusion_layer
-        self.documents_stay = documents_stay
-        self.config = read_config(folder)
-        self.name = f"{self.config['model_type']} ({folder})"
-        self.num_heads = int(self.config["num_attention_heads"])
-        self.hidden_size = int(self.config["hidden_size"])
+        self.config = config
+        self.name = f"{config['model_type']} ({folder})"
+        self.num_heads = config["num_attention_heads"]
+        self.hidden_size = config["hidden_size"]
         self.head_dim = self.hidden_size // self.num_heads
-        self.max_length = int(self.config["max_position_embeddings"])
+        self.max_length = config["max_position_embeddings"]
         self.calibration = calibration
         self.documents_in_int8 = bool(calibration)
         self.identity = {"runtime": "onnx", "int8": largest_weight() if calibration else None}
@@ -143,7 +138,7 @@ class OnnxBackbone(LanguageModel):
 
     def _open(self) -> _Sessions:
         try:
-            weights = load_file(self.folder / WEIGHTS)
+            weights = load_file(self.folder / "model.safetensors")
             encoder = Encoder(self.config, weights)
             # The table stays in the dtype of its file: it is nearly half of the weights.
             self._words = weights["embeddings.word_embeddings.weight"]
@@ -172,8 +167,7 @@ class OnnxBackbone(LanguageModel):
         return {"embedded": embedded, "lengths": lengths}
 
     def _alone(self, encoder: Encoder) -> Session:
-        stay = self.documents_stay
-        return Session(encoder.alone(self.fusion_layer, self.last_layer, stay=stay))
+        return Session(encoder.alone(self.fusion_layer, self.last_layer))
 
     def _calibrated(self, texts: Session, encoder: Encoder) -> Parameters:
         """Parameters of all linear maps, from a run of the calibration texts in float32."""
@@ -196,7 +190,7 @@ class OnnxBackbone(LanguageModel):
     def save(self, folder: Path) -> None:
         """Write the encoder and its tokenizer into a new folder."""
         folder.mkdir()
-        for name in FILES:
+        for name in ENCODER_FILES:
             if (self.folder / name).is_file():
                 shutil.copyfile(self.folder / name, folder / name)
 

@@ -7,14 +7,21 @@ are made before anything is loaded.
 from __future__ import annotations
 
 import os
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import dataclass, field
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
+from typing_extensions import Self
 
-from ..errors import InputError, pip_install
+from ..errors import InputError, pip_install, problems_of
 from ..prefixes.settings import Choice
 
 if TYPE_CHECKING:
@@ -23,35 +30,78 @@ if TYPE_CHECKING:
 
 ONNX_DTYPES = ("float32", "int8")
 
+# An encoder's files. Torch reads the last one; without it, the tokenizer is that of the model type.
+ENCODER_FILES = ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
 
-@dataclass(frozen=True)
-class LoadOptions:
-    """Where and how a language model is loaded; see `RSRank.from_pretrained`.
+
+def _as_name(value: Any) -> Any:
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    # A device or a dtype, for whose check torch need not be imported.
+    if type(value).__module__.partition(".")[0] == "torch":
+        return str(value).removeprefix("torch.")
+    return value
+
+
+# A text that users may also pass as a path, a device or a dtype.
+Name = Annotated[str, BeforeValidator(_as_name)]
+
+
+class LoadSettings(BaseModel, use_attribute_docstrings=True):
+    """How a language model is loaded, for adapters, training configs and commands.
 
     ``load_in_8bit`` and ``load_in_4bit`` quantise weights with bitsandbytes, which saves memory and
     no time. ``dtype="int8"`` is for the documents of encoders on ONNX Runtime, and saves time.
+    """
+
+    device: Name | None = None
+    """cuda, cuda:1, mps, cpu. Default: the best one present."""
+    dtype: Name | None = None
+    """float32, bfloat16, float16, int8 (encoders on a CPU). Default: the fastest one that is
+    precise enough."""
+    runtime: Literal["torch", "onnx"] | None = None
+    """torch or onnx. Default: onnx for encoders of BERT's kind on a CPU."""
+    load_in_8bit: bool = False
+    """int8 weights (needs the 8bit extra)."""
+    load_in_4bit: bool = False
+    """nf4 weights (needs the 8bit extra)."""
+    local_files_only: bool = False
+    """Never ask the Hub."""
+    trust_remote_code: bool = False
+    """Run code from the model's repository (jina-reranker-v2)."""
+    deterministic: bool = False
+    """The same bits whatever else is scored: one row a batch (slower)."""
+
+    @model_validator(mode="after")
+    def _one_quantisation(self) -> Self:
+        if self.load_in_8bit and self.load_in_4bit:
+            raise InputError("load_in_8bit and load_in_4bit exclude each other. Choose one.")
+        return self
+
+    def load_options(self, **more: Any) -> LoadOptions:
+        """These settings and ``more`` fields of `LoadOptions`."""
+        fields = {name: getattr(self, name) for name in LoadSettings.model_fields}
+        return LoadOptions(**fields, **more)
+
+
+class LoadOptions(LoadSettings):
+    """Where and how a language model is loaded; see `RSRank.from_pretrained`.
 
     Raises:
         InputError: Both quantisations are requested, or there is no such runtime.
     """
 
-    device: str | torch.device | None = None
-    dtype: str | torch.dtype | None = None
-    _: KW_ONLY
-    runtime: str | None = None
-    load_in_8bit: bool = False
-    load_in_4bit: bool = False
-    local_files_only: bool = False
-    token: str | bool | None = field(default=None, repr=False)
-    cache_dir: str | Path | None = None
-    trust_remote_code: bool = False
-    deterministic: bool = False
+    # Not keywords of the class: mypy takes those for a dataclass's, whose base must be frozen, too.
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
-    def __post_init__(self) -> None:
-        if self.load_in_8bit and self.load_in_4bit:
-            raise InputError("load_in_8bit and load_in_4bit exclude each other. Choose one.")
-        if self.runtime not in (None, "torch", "onnx"):
-            raise InputError(f"runtime={self.runtime!r} is not a runtime. Use 'torch' or 'onnx'.")
+    token: str | bool | None = Field(default=None, repr=False)
+    cache_dir: Name | None = None
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise InputError(f"{problems_of(error)}.") from None
 
     def runtime_for(self, model_type: str) -> str:
         """``"onnx"`` or ``"torch"``: what runs an artifact with this kind of language model.
@@ -60,17 +110,8 @@ class LoadOptions:
         """
         if self.runtime or not find_spec("torch"):
             return self.runtime or "onnx"
-        fits = model_type == "bert" and not self.weights and self._dtype in ("", *ONNX_DTYPES)
-        return "onnx" if fits and self.on_cpu else "torch"
-
-    @property
-    def on_cpu(self) -> bool:
-        """Whether the device is the CPU."""
-        return str(self.device or self.resolved_device()) == "cpu"
-
-    @property
-    def _dtype(self) -> str:
-        return str(self.dtype or "").removeprefix("torch.")
+        fits = model_type == "bert" and not self.weights and self.dtype in (None, *ONNX_DTYPES)
+        return "onnx" if fits and str(self.device or self.resolved_device()) == "cpu" else "torch"
 
     @property
     def weights(self) -> str | None:
@@ -82,11 +123,7 @@ class LoadOptions:
     @property
     def hub(self) -> dict[str, Any]:
         """Arguments of functions that read from the Hub."""
-        return {
-            "local_files_only": self.local_files_only,
-            "token": self.token,
-            "cache_dir": self.cache_dir,
-        }
+        return self.model_dump(include={"local_files_only", "token", "cache_dir"})
 
     def resolved_device(self) -> torch.device:
         """The requested device, or the best one present.
@@ -120,8 +157,8 @@ class LoadOptions:
         """
         if self.runtime_for(model_type) == "torch":
             return str(self.resolved_dtype()).removeprefix("torch.")
-        dtype = self._dtype or ("int8" if int8 else "float32")
-        if str(self.device or "cpu") != "cpu" or self.weights or dtype not in ONNX_DTYPES:
+        dtype = self.dtype or ("int8" if int8 else "float32")
+        if self.device not in (None, "cpu") or self.weights or dtype not in ONNX_DTYPES:
             raise InputError(
                 "ONNX Runtime computes on the CPU here, in int8 or float32. For another device or "
                 f"dtype, or load_in_8bit and the like, use torch: {pip_install('lm')}"
@@ -139,7 +176,7 @@ class LoadOptions:
         if self.dtype is None:
             fast = has_fast_bfloat16(self.resolved_device())
             return torch.bfloat16 if fast else torch.float32
-        dtype = getattr(torch, self._dtype, None)
+        dtype = getattr(torch, self.dtype, None)
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
             raise InputError(
                 f"dtype={self.dtype!r} is not a dtype of torch here. Use 'float32', 'bfloat16' or "
@@ -157,61 +194,11 @@ class ModelSource:
 
     name: str
     revision: str | None = None
-    load: LoadOptions = LoadOptions()
+    load: LoadOptions = field(default_factory=LoadOptions)
     backbone: str | None = None
     max_length: int | None = None
     token_budget: int | None = None
     prefix_cache: Choice = True
-
-
-def _as_name(value: Any) -> Any:
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
-    # A device or a dtype, for whose check torch need not be imported.
-    if type(value).__module__.partition(".")[0] == "torch":
-        return str(value).removeprefix("torch.")
-    return value
-
-
-# A text that users may also pass as a path, a device or a dtype.
-Name = Annotated[str, BeforeValidator(_as_name)]
-
-
-class LoadSettings(BaseModel):
-    """Fields of `LoadOptions` for adapters and training configs, and options of commands."""
-
-    device: Name | None = Field(
-        default=None, description="cuda, cuda:1, mps, cpu. Default: the best one present."
-    )
-    dtype: Name | None = Field(
-        default=None,
-        description="float32, bfloat16, float16, int8 (encoders on a CPU). Default: the fastest "
-        "one that is precise enough.",
-    )
-    runtime: Literal["torch", "onnx"] | None = Field(
-        default=None,
-        description="torch or onnx. Default: onnx for encoders of BERT's kind on a CPU.",
-    )
-    load_in_8bit: bool = Field(default=False, description="int8 weights (needs the 8bit extra).")
-    load_in_4bit: bool = Field(default=False, description="nf4 weights (needs the 8bit extra).")
-    local_files_only: bool = Field(default=False, description="Never ask the Hub.")
-    trust_remote_code: bool = Field(
-        default=False, description="Run code from the model's repository (jina-reranker-v2)."
-    )
-    deterministic: bool = Field(
-        default=False,
-        description="The same bits whatever else is scored: one row a batch (slower).",
-    )
-
-    def load_options(self, **more: Any) -> LoadOptions:
-        """These settings and ``more`` fields of `LoadOptions`.
-
-        Raises:
-            InputError: Both quantisations are requested.
-        """
-        return LoadOptions(
-            **{name: getattr(self, name) for name in LoadSettings.model_fields}, **more
-        )
 
 
 def has_fast_bfloat16(device: torch.device) -> bool:

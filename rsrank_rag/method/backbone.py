@@ -55,7 +55,6 @@ class Backbone(LanguageModel):
         num_layers: Layers of the checkpoint, of which the model may hold only the first ones.
         fusion_layer: Above 0, the model's runs must be able to end or begin there, see
             `language_model.fusion`.
-        documents_stay: As in `LanguageModel`.
         causal: Whether tokens see only earlier ones (a decoder).
         num_heads: H.
         head_dim: D.
@@ -70,7 +69,6 @@ class Backbone(LanguageModel):
     last_layer: int
     num_layers: int
     fusion_layer: int = 0
-    documents_stay: bool = False
     causal: bool = True
     num_heads: int = 1
     head_dim: int = 1
@@ -151,7 +149,6 @@ class Backbone(LanguageModel):
             extra_rows,
             fusion=self.fusion_layer,
             pads_keys=pads_keys,
-            stay=self.documents_stay,
         )
         positions = torch.arange(longest, device=self.device).expand(len(texts), -1)
         return recorder, self.inputs(recorder, self._padded(texts), mask, positions)

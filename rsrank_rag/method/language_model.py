@@ -39,9 +39,8 @@ class LanguageModel(ABC):
         max_length: Positions: of the whole sequence in a decoder, of each of its two parts in an
             encoder.
         last_layer: The last layer whose value vectors are read (from 0).
-        fusion_layer: The first layer in which queries see documents.
-        documents_stay: Whether documents run up to there only: what enters that layer gives the
-            keys and values of all layers above.
+        fusion_layer: The first layer in which queries see documents. Above 0, documents run up to
+            there only: what enters that layer gives the keys and values of all layers above.
         documents_in_int8: Whether documents run in 8 bits.
         identity: What prefixes depend on, besides files, template and layers.
     """
@@ -55,7 +54,6 @@ class LanguageModel(ABC):
     max_length: int
     last_layer: int
     fusion_layer: int
-    documents_stay: bool
     documents_in_int8 = False
     identity: dict[str, object]
 

@@ -10,7 +10,7 @@ Two exceptions are signals:
     Recorder.update  raises StopForward at its last layer   -> Backbone.ended_by catches it
     Entrance.enter   raises StopForward at the fusion layer -> Backbone.ended_by catches it
     Reader.update    raises StopForward at its last layer   -> Backbone.ended_by catches it
-    Recorder.update  raises SkipLayer where documents stay  -> fusion.split_at's layer catches it,
+    Recorder.update  raises SkipLayer from that layer on    -> fusion.split_at's layer catches it,
                                                                and gives its input as its output
 
 Axes: N rows, L layers, H KV heads, S prefix positions, R query slots, T query tokens, D head
@@ -75,9 +75,9 @@ class Recorder(Probe):
         lengths: The length of each text; further positions are padding.
         query_slots: Positions to leave free in front of each document.
         extra_rows: Prefixes to add below the documents' rows, none of them longer: null prefixes.
-        fusion: The fusion layer; nothing is recorded below it.
+        fusion: The fusion layer; nothing is recorded below it. Documents leave this layer, and
+            those above it, as they entered it. 0 for none.
         pads_keys: Whether attention gets keys padded to a multiple of 32.
-        stay: Whether documents leave the fusion layer, and those above it, as they entered it.
     """
 
     def __init__(
@@ -89,7 +89,6 @@ class Recorder(Probe):
         *,
         fusion: int = 0,
         pads_keys: bool = False,
-        stay: bool = False,
     ) -> None:
         super().__init__(stop)
         self.lengths = tuple(lengths)
@@ -99,7 +98,6 @@ class Recorder(Probe):
         self.extra_rows = extra_rows
         self.fusion = fusion
         self.pads_keys = pads_keys
-        self.stay = stay
         self.pooled: Tensor | None = None
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
@@ -130,7 +128,7 @@ class Recorder(Probe):
         self.values.append(values)
         if layer_idx == self.stop:
             raise StopForward
-        if self.stay:
+        if self.fusion:
             raise SkipLayer
         if not self.pads_keys:
             return key_states, value_states

@@ -21,7 +21,7 @@ class Projection(nn.Module, ByLayer):
             None for no such terms, as in the paper.
 
     Raises:
-        ValueError: A tensor does not have the shape above.
+        ValueError: B does not have the shape above.
     """
 
     def __init__(
@@ -37,12 +37,6 @@ class Projection(nn.Module, ByLayer):
             raise ValueError(
                 f"B must be (L, H, P, D) with L={len(layers)} layers, got {tuple(weight.shape)}"
             )
-        for name, value, shape in (
-            ("head_weight", head_weight, weight.shape[:2]),
-            ("agreement", agreement, (3,)),
-        ):
-            if value is not None and tuple(value.shape) != tuple(shape):
-                raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(value.shape)}")
         self.weight = nn.Parameter(weight.float())
         self.head_weight = None if head_weight is None else nn.Parameter(head_weight.float())
         self.agreement = None if agreement is None else nn.Parameter(agreement.float())

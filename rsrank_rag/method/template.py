@@ -46,9 +46,8 @@ class Template(BaseModel, extra="forbid", frozen=True):
         default="Judge whether the document helps to answer the query.\nDocument: ", min_length=1
     )
     separator: str = "\nQuery: "
-    query_start: str = Field(
-        default="", description="Run before the query and never scored, as an encoder's [CLS]."
-    )
+    query_start: str = ""
+    """Run before the query and never scored, as an encoder's [CLS]."""
     suffix: str = ""
     positions: Literal["query", "suffix", "query+suffix"] = "query"
 
@@ -123,13 +122,6 @@ def private_copy(
     copy.no_truncation()
     copy.encode_special_tokens = not special_tokens
     return copy
-
-
-def check_texts(documents: Sequence[str]) -> None:
-    """InputError names the first document that is no string."""
-    for index, text in enumerate(documents):
-        if not isinstance(text, str):
-            raise InputError(f"Document {index} must be a string, got {type(text).__name__}.")
 
 
 class PromptTokenizer:
@@ -212,12 +204,7 @@ class PromptTokenizer:
         return [stop for _, stop in encoded.offsets], self.document_limit(0)
 
     def too_long(self, documents: Sequence[str]) -> list[bool]:
-        """Whether each document has more tokens than are read of it with a short query.
-
-        Raises:
-            InputError: An entry is no string; it is named.
-        """
-        check_texts(documents)
+        """Whether each document has more tokens than are read of it with a short query."""
         limit = self.document_limit(0)
         return [len(ids) > limit for ids in self._document_ids(documents)]
 
@@ -226,14 +213,14 @@ class PromptTokenizer:
 
         The ids of recent documents are remembered.
         """
-        known = {text: self._recent.get(text) for text in documents}
-        missing = [text for text, ids in known.items() if ids is None]
+        # Other threads may replace the dictionary, so it is never changed.
+        known = self._recent
+        missing = [text for text in dict.fromkeys(documents) if text not in known]
         encoded = self.encode_beginnings(missing, self.document_limit(0))
-        known.update(zip(missing, encoded, strict=True))
-        if len(self._recent) + len(missing) > RECENT_DOCUMENTS:
-            self._recent.clear()
-        self._recent.update(zip(missing, encoded, strict=True))
-        return [known[text] or () for text in documents]
+        new = dict(zip(missing, encoded, strict=True))
+        known = known | new
+        self._recent = known if len(known) <= RECENT_DOCUMENTS else new
+        return [known[text] for text in documents]
 
     def encode(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
         """Ids of texts by themselves."""
@@ -294,10 +281,8 @@ class PromptTokenizer:
         """Tokenise a query.
 
         Raises:
-            InputError: It is no string, has no tokens, or does not fit the model by itself.
+            InputError: It has no tokens, or does not fit the model by itself.
         """
-        if not isinstance(query, str):
-            raise InputError(f"A query must be a string, got {type(query).__name__}.")
         ids = self.encode([query])[0]
         if not ids:
             raise InputError(
@@ -333,19 +318,13 @@ class PromptTokenizer:
             documents: Texts.
             query_length: Tokens of the query.
             max_tokens: For each document, cut it after so many of its tokens.
-
-        Raises:
-            InputError: An entry is no string; it is named.
         """
-        check_texts(documents)
         limit = self.document_limit(query_length)
-        limits = [limit] * len(documents)
-        if max_tokens is not None:
-            limits = [limit if most is None else min(limit, most) for most in max_tokens]
+        limits = max_tokens or [None] * len(documents)
         tokenised = []
-        encoded = self._document_ids(documents)
-        for text, ids, most in zip(documents, encoded, limits, strict=True):
-            prompt = (*self.instruction, *ids[:most], *self.separator)
+        for text, ids, most in zip(documents, self._document_ids(documents), limits, strict=True):
+            count = limit if most is None else min(limit, most)
+            prompt = (*self.instruction, *ids[:count], *self.separator)
             empty = not ids or not text.strip()
-            tokenised.append(TokenisedDocument(prompt, len(ids) > most, empty))
+            tokenised.append(TokenisedDocument(prompt, len(ids) > count, empty))
         return tokenised

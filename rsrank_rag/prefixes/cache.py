@@ -105,16 +105,13 @@ class PrefixTiers:
     def __init__(self, settings: PrefixCache | None, *, device: Any, dtype: Any) -> None:
         self.device = device
         self.dtype = dtype
-        self.disk: Disk | None = None
-        device_bytes = 0
-        if settings is not None:
-            device_bytes = settings.device or 0
-            if settings.device is None:
-                device_bytes = _default_bytes(device)
-            if settings.folder is not None:
-                self.disk = _open_disk(settings.folder, settings.disk)
         self.is_on = settings is not None
-        self.on_device = _Memory(device_bytes)
+        settings = settings or PrefixCache(device=0)
+        self.disk: Disk | None = None
+        if settings.folder is not None:
+            self.disk = _open_disk(settings.folder, settings.disk)
+        limit = _default_bytes(device) if settings.device is None else settings.device
+        self.on_device = _Memory(limit)
         self.counts = Statistics()
         self._lock = threading.Lock()
 

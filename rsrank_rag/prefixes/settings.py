@@ -10,6 +10,7 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ByteSize,
+    Field,
     TypeAdapter,
     ValidationError,
     model_validator,
@@ -18,27 +19,22 @@ from typing_extensions import Self
 
 from ..errors import InputError, problems_of
 
-_SIZE = TypeAdapter(ByteSize)
-
-
-def parse_size(text: str) -> int | None:
-    """Bytes of a size such as ``"512MB"``, ``"1.5 GB"`` or ``"2GiB"``; None if it is not one.
-
-    >>> parse_size("512MB"), parse_size("2g"), parse_size("prefixes/")
-    (512000000, 2000000000, None)
-    """
-    try:
-        return int(_SIZE.validate_python(text))
-    except ValidationError:
-        return None
+_SIZE = TypeAdapter[ByteSize](Annotated[ByteSize, Field(ge=0)])
 
 
 def as_bytes(size: Any) -> int:
-    """Bytes of a size; InputError if it is none."""
-    limit = parse_size(size) if isinstance(size, str) else size
-    if not isinstance(limit, int) or isinstance(limit, bool) or limit < 0:
-        raise InputError(f"{size!r} is no size. Write bytes, or such as '512MB'.")
-    return limit
+    """Bytes of a size: a number, or a text such as ``"512MB"``, ``"1.5 GB"`` or ``"2GiB"``.
+
+    Raises:
+        InputError: It is no size.
+
+    >>> as_bytes("512MB"), as_bytes("2g"), as_bytes(5000)
+    (512000000, 2000000000, 5000)
+    """
+    try:
+        return int(_SIZE.validate_python(size))
+    except ValidationError:
+        raise InputError(f"{size!r} is no size. Write bytes, or such as '512MB'.") from None
 
 
 Size = Annotated[int, BeforeValidator(as_bytes)]
@@ -48,7 +44,7 @@ def _as_text(folder: Any) -> Any:
     return os.fspath(folder) if isinstance(folder, os.PathLike) else folder
 
 
-Folder = Annotated[str, BeforeValidator(_as_text)]
+Folder = Annotated[str, BeforeValidator(_as_text), Field(min_length=1)]
 
 
 class PrefixCache(BaseModel, extra="forbid", frozen=True):
@@ -98,20 +94,24 @@ def as_prefix_cache(choice: Choice) -> PrefixCache | None:
     >>> as_prefix_cache("512MB").device, as_prefix_cache("prefixes").folder, as_prefix_cache(False)
     (512000000, 'prefixes', None)
     """
+    if choice is False:
+        return None
+    if choice is True:
+        choice = PrefixCache()
     if isinstance(choice, PrefixCache):
         return choice
-    if isinstance(choice, bool):
-        return PrefixCache() if choice else None
+    fields: Mapping[str, Any] = {"folder": choice}
     if isinstance(choice, Mapping):
-        try:
-            return PrefixCache.model_validate(dict(choice))
-        except ValidationError as error:
-            raise InputError(f"prefix_cache: {problems_of(error)}.") from None
-    if isinstance(choice, int) or (isinstance(choice, str) and parse_size(choice) is not None):
-        return PrefixCache(device=as_bytes(choice))
-    if not isinstance(choice, (str, os.PathLike)) or not os.fspath(choice):
+        fields = choice
+    elif isinstance(choice, int):
+        fields = {"device": choice}
+    elif isinstance(choice, str):
+        with suppress(InputError):
+            fields = {"device": as_bytes(choice)}
+    try:
+        return PrefixCache(**fields)
+    except ValidationError as error:
         raise InputError(
-            f"prefix_cache={choice!r} is neither True, False, a size such as '512MB', a folder, "
-            "nor a PrefixCache."
-        )
-    return PrefixCache(folder=os.fspath(choice))
+            f"prefix_cache={choice!r}: {problems_of(error)}. Give True, False, a size such as "
+            "'512MB', a folder, or a PrefixCache."
+        ) from None

@@ -172,7 +172,7 @@ class TrainingRun:
             config = hub.read_config(folder)
             if not options.dtype and options.runtime_for(config.backbone.model_type) == "onnx":
                 # The artifact will run on ONNX Runtime, which has no bfloat16.
-                options = replace(options, dtype="float32")
+                options = options.model_copy(update={"dtype": "float32"})
             source = ModelSource(recipe.base, load=options, max_length=part.max_length)
             core, prompts, projection = open_on_torch(source, folder, config)
             return _Model(core, prompts, config.backbone, config.layers, folder, config, projection)
@@ -182,8 +182,6 @@ class TrainingRun:
             options,
             last_layer=recipe.features.last_layer,
             template=recipe.template,
-            fusion_layer=0,
-            documents_stay=False,
             max_lengths=(part.max_length,),
         )
         revision = part.revision or getattr(core.model.config, "_commit_hash", None)
@@ -205,7 +203,6 @@ class TrainingRun:
             "bits": bits_of(core.model),
             "compute_dtype": str(core.dtype),
             "data": digest(self.queries),
-            "documents_stay": core.documents_stay,
             "fusion_layer": core.fusion_layer,
             "layers": self.layers,
             "max_length": prompts.max_length,
@@ -338,6 +335,3 @@ def write_artifact(
         hub.write_artifact(new, config, projection, model_card(config))
         if config.backbone.name == INSIDE:
             shutil.copytree(base / INSIDE, new / INSIDE)
-        fusion_file = hub.fusion_file(base, config)
-        if fusion_file is not None:
-            shutil.copy(fusion_file, new / hub.FUSION)

@@ -527,11 +527,11 @@ async def test_the_threshold_of_a_reranker_and_of_a_service_is_the_default_and_a
 
 
 def test_options_of_loading_are_one_declaration():
-    chosen = LoadOptions("cpu", "float32", load_in_4bit=True, token="hf_secret")
+    chosen = LoadOptions(device="cpu", dtype="float32", load_in_4bit=True, token="hf_secret")
     assert chosen.weights == "nf4"
     assert "hf_secret" not in repr(ModelSource("mini", load=chosen))
     assert RSRankCompressor(device="cpu", load_in_8bit=True)._source().load == LoadOptions(
-        "cpu", load_in_8bit=True
+        device="cpu", load_in_8bit=True
     )
 
 

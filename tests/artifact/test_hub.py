@@ -181,7 +181,7 @@ def test_a_branch_is_followed_when_it_moves_on(hub, load, artifact):
 def test_an_unknown_revision_is_told_from_an_unknown_repository(revision, hub, load, artifact):
     hub.commit(REPO, artifact()[0])
     message = refusal(load, revision=revision)
-    assert f"{REPO!r} at revision {revision!r}" in message
+    assert f"{REPO!r} (revision {revision})" in message
     assert "RevisionNotFoundError" in message
 
 
@@ -275,7 +275,7 @@ def test_a_revision_that_was_not_downloaded_is_not_in_the_cache(hub, load, artif
     hub.commit(REPO, artifact()[0])
     load()
     message = refusal(load, revision="v2", local_files_only=True)
-    assert f"{REPO!r} at revision 'v2'" in message
+    assert f"{REPO!r} (revision v2)" in message
     assert "LocalEntryNotFoundError" in message
 
 

@@ -32,7 +32,6 @@ from rsrank_rag.reranker import Pair
 FUSION, READ = 1, (2, 3)
 OPTIONS = LoadOptions(device="cpu", dtype="float32", local_files_only=True)
 KINDS = ["bert", "llama", "qwen3", "gemma3"]
-STAY = ["bert stays", "qwen3 stays"]  # documents run up to the fusion layer only
 
 
 def weighted(layers, heads, dim, head_dim, seed=1):
@@ -58,13 +57,13 @@ def fused(tiny_folder):
 
     def load(kind):
         if kind not in made:
-            name, stay = kind.removesuffix(" stays"), kind in STAY
-            projection, common = (
-                weighted(READ, kv_heads(name), PROJECTION_DIM, HEAD_DIM),
-                dict(options=OPTIONS),
+            ranker = RSRank.from_backbone(
+                tiny_folder(kind),
+                weighted(READ, kv_heads(kind), PROJECTION_DIM, HEAD_DIM),
+                template=template_of(kind),
+                fusion_layer=FUSION,
+                options=OPTIONS,
             )
-            common |= dict(template=template_of(name), fusion_layer=FUSION, documents_stay=stay)
-            ranker = RSRank.from_backbone(tiny_folder(name), projection, **common)
             made[kind] = unkept(ranker)
         return made[kind]
 
@@ -106,7 +105,7 @@ class Reference:
 
             def own_mask(module, args, kwargs, mask=mask, number=number):
                 entering[number] = args[0][0]
-                if self.ranker.config.documents_stay and number > self.fusion:
+                if number > self.fusion:
                     args = (
                         torch.cat([entering[self.fusion][:first], args[0][0, first:]])[None],
                         *args[1:],
@@ -168,10 +167,10 @@ class Reference:
         return total + beside, beside, [w * match / len(nearest) for match in nearest]
 
 
-@pytest.mark.parametrize("kind", KINDS + STAY)
+@pytest.mark.parametrize("kind", KINDS)
 def test_scores_equal_plain_transformers_with_a_mask_for_each_layer(kind, fused, tiny_folder):
     ranker = fused(kind)
-    reference = Reference(ranker, tiny_folder(kind.split()[0]))
+    reference = Reference(ranker, tiny_folder(kind))
     documents = [*DOCUMENTS, "A long one: " + " ".join(DOCUMENTS)]
     for query in QUERIES:
         expected = [reference.score(query, document)[0] for document in documents]
@@ -206,7 +205,7 @@ def test_parts_and_agreement_add_up_to_the_score(kind, fused, tiny_folder):
     ]
 
 
-@pytest.mark.parametrize("kind", ["bert", "qwen3", *STAY])
+@pytest.mark.parametrize("kind", ["bert", "qwen3"])
 @pytest.mark.parametrize("where", ["device", "disk"])
 def test_scores_are_the_same_cold_warm_joined_and_alone(kind, where, fused, tmp_path):
     own = fused(kind)
@@ -292,10 +291,9 @@ def test_entries_of_other_fusion_layers_are_never_found(fused, tiny_folder, tmp_
     assert other.stats()["disk_hits"] == 0
 
 
-@pytest.mark.parametrize("kind", ["bert", "bert stays"])
 @pytest.mark.parametrize("include", [False, True])
-def test_everything_survives_saving(include, kind, fused, tmp_path):
-    own = fused(kind)
+def test_everything_survives_saving(include, fused, tmp_path):
+    own = fused("bert")
     own.save_pretrained(tmp_path, include_backbone=include)
     load = {"runtime": "torch", "device": "cpu", "dtype": "float32"}
     again = RSRank.from_pretrained(tmp_path, prefix_cache=False, **load)
@@ -359,31 +357,12 @@ def test_weights_that_do_not_belong_are_refused(fused, tmp_path):
     hub.write_artifact(tmp_path, own.config, wrong, "")
     with pytest.raises(ArtifactError, match="do not belong together"):
         hub.read_projection(tmp_path, own.config)
-    with pytest.raises(ValueError, match="agreement must have shape"):
-        Projection(own.projection.weight, own.projection.layers, agreement=torch.ones(2))
 
 
 @pytest.mark.parametrize("layer", [LAYERS - 1, LAYERS])
 def test_a_fusion_layer_with_nothing_to_read_above_is_refused(layer, tiny_folder):
     with pytest.raises(BackboneError, match=f"fusion_layer={layer}"):
         open_backbone(AutoModel.from_pretrained(tiny_folder("qwen3")), fusion_layer=layer)
-
-
-def test_documents_that_stay_need_a_layer_at_which_they_do(tiny_folder):
-    with pytest.raises(BackboneError, match="documents_stay=True needs a fusion_layer"):
-        open_backbone(AutoModel.from_pretrained(tiny_folder("qwen3")), documents_stay=True)
-
-
-def test_documents_that_stay_leave_other_prefixes_than_those_that_go_on(fused, tmp_path):
-    goes, stays = fused("bert"), fused("bert stays")
-    first, second = (
-        RSRank(own.backbone, own.prompts, own.projection, own.config, prefix_cache=str(tmp_path))
-        for own in (goes, stays)
-    )
-    first.score(QUERY, DOCUMENTS)
-    assert second.score(QUERY, DOCUMENTS) == pytest.approx(stays.score(QUERY, DOCUMENTS), abs=0.05)
-    assert second.stats()["disk_hits"] == 0
-    assert first.identity() != second.identity()
 
 
 def test_layers_that_have_seen_no_document_cannot_be_read(fused):

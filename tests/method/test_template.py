@@ -197,18 +197,6 @@ def test_an_empty_query_is_refused_even_when_the_suffix_has_tokens():
         prompts(CHAT).query("")
 
 
-@pytest.mark.parametrize("query", [None, 3, b"bytes", ["list"]])
-def test_a_query_that_is_no_string_is_refused_by_type(query):
-    with pytest.raises(InputError, match=type(query).__name__):
-        prompts().query(query)
-
-
-@pytest.mark.parametrize("bad", [None, 3.5, b"bytes", {"text": "x"}])
-def test_a_document_that_is_no_string_is_named_by_its_index(bad):
-    with pytest.raises(InputError, match=f"Document 2 must be a string, got {type(bad).__name__}"):
-        prompts().documents(["a", "", bad, None], 1)
-
-
 def test_input_errors_are_value_errors_and_errors_of_the_package():
     assert issubclass(InputError, ValueError)
     assert issubclass(InputError, RSRankError)

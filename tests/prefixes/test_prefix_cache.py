@@ -30,7 +30,6 @@ from rsrank_rag.prefixes.settings import (
     as_bytes,
     as_prefix_cache,
     memory_share,
-    parse_size,
 )
 
 LAYERS, HEADS, WIDTH = 3, 2, 8
@@ -502,8 +501,8 @@ def test_every_place_has_its_own_limit(ranker, tmp_path):
         ({"devise": 1}, "devise"),
         ({"disk": "1GB"}, "limits a folder"),
         (-1, "-1 is no size"),
-        ("", "neither True"),
-        (1.5, "neither True"),
+        ("", "Give True, False, a size"),
+        (1.5, "Give True, False, a size"),
     ],
 )
 def test_a_choice_that_means_nothing_is_refused(ranker, choice, message):
@@ -533,10 +532,11 @@ def test_without_a_cache_there_are_no_statistics(ranker):
     ],
 )
 def test_sizes_are_read_as_people_write_them(text, expected):
-    assert parse_size(text) == expected
     if expected is None:
         with pytest.raises(InputError, match="is no size"):
             as_bytes(text)
+    else:
+        assert as_bytes(text) == expected
 
 
 def test_a_b_for_the_same_model_shares_its_prefixes(ranker, tmp_path):
@@ -718,5 +718,5 @@ def test_a_file_in_place_of_a_folder_is_a_clear_error(ranker, tmp_path):
 
 
 def test_binary_units_are_sizes_and_not_folders():
-    assert parse_size("512MiB") == 512 * 1024**2
+    assert as_prefix_cache("512MiB").device == 512 * 1024**2
     assert as_prefix_cache(PrefixCache(folder=Path("kept"))).folder == "kept"

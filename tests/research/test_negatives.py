@@ -100,9 +100,9 @@ def test_dense_negatives_are_those_of_scoring_every_document(encoder):
         QUERIES,
         len(TEXTS),
         read,
-        options=LoadOptions("cpu"),
+        options=LoadOptions(device="cpu"),
     )
-    ranker = BiEncoder(encoder, options=LoadOptions("cpu"))
+    ranker = BiEncoder(encoder, options=LoadOptions(device="cpu"))
     for (_, text, relevant), rows in zip(QUERIES, found, strict=True):
         cosines = ranker.score(text, TEXTS)
         assert [cosines[row] for row in rows] == pytest.approx(

@@ -146,7 +146,7 @@ def test_encoders_honour_the_options(make, tmp_path):
     folder = save_cross_encoder(tmp_path)
     half = make(folder, options=LoadOptions(device="cpu", dtype="bfloat16", local_files_only=True))
     assert {parameter.dtype for parameter in half._model.parameters()} == {torch.bfloat16}
-    plain = make(folder, options=LoadOptions("cpu"))
+    plain = make(folder, options=LoadOptions(device="cpu"))
     assert {parameter.dtype for parameter in plain._model.parameters()} == {torch.float32}
     with pytest.raises(BackboneError, match="could not be loaded"):
         make("nobody/nothing", options=CPU)

@@ -36,7 +36,7 @@ def loaded(tiny_folder):
         key = kind, tuple(template.items())
         if key not in made:
             model, tokenizer, _ = load_model(
-                tiny_folder(kind), revision=None, options=LoadOptions("cpu", "float32")
+                tiny_folder(kind), revision=None, options=LoadOptions(device="cpu", dtype="float32")
             )
             core = open_backbone(model)
             chosen = (ENCODER if kind == "bert" else CHAT).model_copy(update=template)
