@@ -26,7 +26,6 @@ from .options import Revision, System, command, screen
 if TYPE_CHECKING:
     from ..service.app import Settings
     from ..service.scheduler import Scheduler
-    from ..service.server import Limits
 
 logger = logging.getLogger(__name__)
 
@@ -140,7 +139,6 @@ def serve(
     from ..service.engine import Canary
     from ..service.fair_queue import QueueLimits
     from ..service.scheduler import Scheduler
-    from ..service.server import Limits
 
     settings = Settings(
         api_keys=tuple(map(SecretStr, read_keys(os.environ.get(KEYS, "")))),
@@ -153,65 +151,50 @@ def serve(
         normalize=options.normalize or program is not None,
         drop=for_program["drop"] or options.drop,
     )
-    level = options.log_level.upper()
     backend = Scheduler(
         partial(load_reranker, source),
         model,
         limits=QueueLimits(documents=options.max_queue),
         canary=None if options.no_canary else Canary(),
-        prepare=partial(prepare_logs, level),
+        prepare=partial(prepare_logs, options.log_level.upper()),
     )
     key = "KEY-OF-THIS-SERVICE" if settings.closed else "any"
     enter = "".join(f"\n  {line}" for line in for_program["enter"]).replace("{key}", key)
-    limits = Limits(notice=options.notice)
-    host, port = options.host, options.port
-    run(backend, settings, limits, host=host, port=port, log_level=level, enter=enter)
+    run(backend, settings, options, enter)
 
 
-def run(
-    backend: Scheduler,
-    settings: Settings,
-    limits: Limits,
-    *,
-    host: str,
-    port: int,
-    log_level: str,
-    enter: str = "",
-) -> None:
+def run(backend: Scheduler, settings: Settings, options: ServeOptions, enter: str = "") -> None:
     """Serve until a signal; raises what keeps the backend or the server from starting.
 
     Args:
         backend: The model.
         settings: Of the service.
-        limits: Of connections.
-        host: Address to listen on.
-        port: 0 for any that is free.
-        log_level: Of this package and the server.
+        options: Of the server and its logs.
         enter: What a user enters in another program, printed with the service's address.
     """
     from ..service.app import create_app
     from ..service.logs import configure
-    from ..service.server import Server
+    from ..service.server import Limits, Server
     from ..service.worker import trim_regularly
 
     # The port is taken before the model is loaded, which may take minutes.
-    with _bound(host, port) as bound:
+    with _bound(options.host, options.port) as bound:
         name, number = bound.getsockname()[:2]
         address = f"http://{f'[{name}]' if ':' in name else name}:{number}"
         entered = address
         if ip_address(name).is_unspecified:
             entered = f"http://ADDRESS-OF-THIS-MACHINE:{number}"
         app = create_app(backend, settings)
-        handler = configure(log_level)
+        handler = configure(options.log_level.upper())
         # The command itself shows in one line why the app does not start.
         handler.addFilter(
             lambda record: app.state.failure is None or not record.name.startswith("uvicorn")
         )
-        warn_if_open(settings, host)
+        warn_if_open(settings, options.host)
         trim_regularly()
         server = Server(
             app,
-            limits,
+            Limits(notice=options.notice),
             lambda: screen.print(
                 f"{backend.description.name} answers at {address}{enter.replace('{url}', entered)}",
                 soft_wrap=True,

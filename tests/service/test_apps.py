@@ -23,10 +23,10 @@ from typer.testing import CliRunner
 
 from rsrank_rag.cli import app
 from rsrank_rag.cli import service as cli_service
-from rsrank_rag.cli.service import APPS
+from rsrank_rag.cli.service import APPS, ServeOptions
 from rsrank_rag.service.app import Settings
 from rsrank_rag.service.schemas import normalise
-from rsrank_rag.service.server import Limits, Server
+from rsrank_rag.service.server import Server
 
 ROOT = Path(__file__).parents[2]
 REQUESTS = json.loads(Path(__file__).with_name("apps.json").read_text("utf-8"))
@@ -185,8 +185,8 @@ async def test_an_answer_says_whether_nothing_is_relevant():
 def test_serve_for_a_program_sets_what_it_needs_and_says_what_to_enter(name, monkeypatch):
     asked = {}
 
-    def run(backend, settings, limits, **where):
-        asked.update(settings=settings, **where)
+    def run(backend, settings, options, enter):
+        asked.update(settings=settings, enter=enter)
 
     monkeypatch.setattr(cli_service, "run", run)
     assert CliRunner().invoke(app, ["serve", "--model", "bm25", "--for", name]).exit_code == 0
@@ -212,9 +212,8 @@ def test_what_to_enter_is_printed_with_an_address_that_leads_to_the_service(
 
     monkeypatch.setattr(Server, "run", run)
     monkeypatch.setattr("rsrank_rag.service.logs.configure", lambda level: logging.NullHandler())
-    where = {"host": host, "port": 0, "log_level": "INFO"}
     enter = "\nDify: Base URL: {url}/v1"
-    cli_service.run(scheduler(Numbers()), Settings(), Limits(), enter=enter, **where)
+    cli_service.run(scheduler(Numbers()), Settings(), ServeOptions(host=host, port=0), enter)
     address, line = re.fullmatch(r"fake answers at (\S+)\n(.*)\n", capsys.readouterr().out).groups()
     # A program elsewhere would take 0.0.0.0 for its own machine.
     assert line == f"Dify: Base URL: {address.replace('0.0.0.0', 'ADDRESS-OF-THIS-MACHINE')}/v1"

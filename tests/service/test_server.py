@@ -31,7 +31,7 @@ from rsrank_rag import RSRank
 from rsrank_rag.adapters.systems import load as load_reranker
 from rsrank_rag.cli import app
 from rsrank_rag.cli import service as cli_service
-from rsrank_rag.cli.service import KEYS, prefix_choice, read_keys
+from rsrank_rag.cli.service import KEYS, ServeOptions, prefix_choice, read_keys
 from rsrank_rag.errors import InputError
 from rsrank_rag.language_model.options import LoadOptions, ModelSource
 from rsrank_rag.prefixes.cache import CachedPrefixes, PrefixTiers
@@ -43,7 +43,7 @@ from rsrank_rag.service.logs import TextlessFormatter
 from rsrank_rag.service.middleware import keys_in
 from rsrank_rag.service.schemas.cohere import RerankRequest
 from rsrank_rag.service.schemas.common import ScoringRequest
-from rsrank_rag.service.server import Limits, Server
+from rsrank_rag.service.server import Server
 
 JSON = {"content-type": "application/json"}
 RERANK = {"query": "q", "documents": ["3", "1", "2"]}
@@ -869,7 +869,7 @@ def test_keys_of_the_environment_close_a_service(monkeypatch):
     monkeypatch.setenv(KEYS, " one, two")
     asked = {}
     monkeypatch.setattr(
-        cli_service, "run", lambda backend, settings, limits, **where: asked.update(dict(settings))
+        cli_service, "run", lambda backend, settings, *options: asked.update(dict(settings))
     )
     assert CliRunner().invoke(app, ["serve", "--model", "bm25"]).exit_code == 0
     assert [key.get_secret_value() for key in asked["api_keys"]] == ["one", "two"]
@@ -1159,7 +1159,6 @@ def test_what_is_not_answered_before_the_end_makes_it_a_failure(monkeypatch):
         Server, "run", lambda self, sockets: setattr(self.app.state.metrics, "unanswered", 1)
     )
     monkeypatch.setattr("rsrank_rag.service.logs.configure", lambda level: logging.NullHandler())
-    settings, where = app_module.Settings(), {"host": "127.0.0.1", "port": 0, "log_level": "INFO"}
     with pytest.raises(typer.Exit) as ended:
-        cli_service.run(scheduler(Numbers()), settings, Limits(), **where)
+        cli_service.run(scheduler(Numbers()), app_module.Settings(), ServeOptions(port=0))
     assert ended.value.exit_code == 1
