@@ -10,6 +10,7 @@ dimension, C hidden size.
 from __future__ import annotations
 
 import copy
+import inspect
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -86,6 +87,9 @@ class Backbone(LanguageModel):
         self.hidden_size = int(self.config.hidden_size)
         self.max_length = self._positions()
         self._bool_masks = "sdpa" in self.config._attn_implementation
+        # Releases of transformers before 5.24 call the argument ``past_key_values``.
+        arguments = inspect.signature(self.model.forward).parameters
+        self._cache_argument = "cache" if "cache" in arguments else "past_key_values"
 
     @contextmanager
     def inference(self) -> Iterator[None]:
@@ -266,7 +270,7 @@ class Backbone(LanguageModel):
             "input_ids": ids,
             "attention_mask": mask,
             "position_ids": positions + self._position_offset,
-            "past_key_values": cache,
+            self._cache_argument: cache,
             "use_cache": True,
         }
 

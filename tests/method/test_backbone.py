@@ -528,3 +528,10 @@ def test_a_decoder_with_learned_positions_is_refused(kind):
         BackboneError, match=r"adds positions to its embeddings.*needs rotary positions"
     ):
         open_backbone(AutoModel.from_config(tiny_config(kind)))
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "bert"])
+@pytest.mark.filterwarnings("error::FutureWarning")
+def test_scoring_uses_no_argument_that_transformers_will_remove(kind, tiny_folder):
+    ranker = load_ranker(tiny_folder(kind), kind)
+    assert len(ranker.score(QUERY, DOCUMENTS)) == len(DOCUMENTS)
