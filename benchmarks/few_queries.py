@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from research.features import ResearchRun
 from research.recipe import ResearchRecipe
 from rsrank_rag import Projection
 from rsrank_rag.artifact import hub
@@ -29,7 +30,6 @@ from rsrank_rag.evaluation.datasets import dataset_name
 from rsrank_rag.partial_files import write_text
 from rsrank_rag.training.batches import scored
 from rsrank_rag.training.fine_tuning import FineTuningOptions, fine_tune
-from rsrank_rag.training.run import TrainingRun
 from rsrank_rag.training.store import QueryFeatures
 from rsrank_rag.training.tune import Goal, find_threshold
 from rsrank_rag.training.verdict import Verdict, judge
@@ -201,7 +201,7 @@ def main() -> None:
             "model.device=cpu",
         ]
         recipe = ResearchRecipe.load("mini", settings, base=chosen.base)
-        features = TrainingRun(recipe, chosen.work / name, say=print).extract()
+        features = ResearchRun(recipe, chosen.work / name, say=print).extract()
         for size in chosen.sizes:
             # Too few would be left to measure on.
             if len(features) * 3 < size * 4:

@@ -1,6 +1,7 @@
 """Recipes whose data may be sets by name from the Hub, such as those for Qwen3."""
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -9,7 +10,7 @@ from typing_extensions import Self
 
 from rsrank_rag.evaluation.datasets import LabelledQuery, dataset_name, read_labelled
 from rsrank_rag.language_model.options import LoadOptions
-from rsrank_rag.training.recipe import SHIPPED, DataPart, Recipe, shipped
+from rsrank_rag.training.recipe import SHIPPED, DataPart, FeaturePart, Recipe, shipped
 
 from .hub_datasets import Granularity, Split, load_named
 from .negatives import Negatives, replace_negatives
@@ -89,6 +90,45 @@ def _without_titles(query: LabelledQuery) -> LabelledQuery:
     return query.model_copy(update={"documents": tuple(documents)})
 
 
+class ResearchFeatures(FeaturePart, extra="forbid", frozen=True):
+    """What is read of the language model."""
+
+    max_tokens: PositiveInt | None = Field(
+        default=None, description="At most so many tokens of a query, evenly spread."
+    )
+    max_documents: int | None = Field(
+        default=None, gt=1, description="At most so many documents of a query, see `subsample`."
+    )
+    titles: bool = Field(default=True, description="Read documents with their titles.")
+
+
+def subsample(
+    queries: Sequence[LabelledQuery], max_documents: int | None, seed: int = 0
+) -> list[LabelledQuery]:
+    """At most so many documents of each query: relevant ones up to half of them, others at random.
+
+    Where one class has too few documents, the other fills the rest.
+    """
+    if max_documents is None:
+        return list(queries)
+    drawn = []
+    for query in queries:
+        generator = random.Random(f"{seed}-{query.id}-{query.query}")
+        relevant: list[int] = []
+        others: list[int] = []
+        for place, document in enumerate(query.documents):
+            if document.relevant:
+                relevant.append(place)
+            else:
+                others.append(place)
+        count = min(len(relevant), max(max_documents // 2, max_documents - len(others)))
+        places = generator.sample(relevant, count)
+        places += generator.sample(others, min(len(others), max_documents - count))
+        documents = tuple(query.documents[place] for place in sorted(places))
+        drawn.append(query.model_copy(update={"documents": documents}))
+    return drawn
+
+
 class ResearchRecipe(Recipe):
     """A recipe of this folder, or of the package; its data may be sets by name."""
 
@@ -96,16 +136,15 @@ class ResearchRecipe(Recipe):
 
     data: tuple[SetPart, ...] = ()
     evaluation: tuple[SetPart, ...] = ()
+    features: ResearchFeatures = ResearchFeatures()
     method: Method = "gradient"
-    titles: bool = True
-    """Whether documents are read with their titles."""
 
     def read_queries(self) -> list[LabelledQuery]:
-        """The labelled queries of all sets."""
+        """The labelled queries of all sets, with at most as many documents as the recipe says."""
         queries: list[LabelledQuery] = []
         for part in self.data:
-            queries += part.load(self.fit.seed, titles=self.titles)
-        return queries
+            queries += part.load(self.fit.seed, titles=self.features.titles)
+        return subsample(queries, self.features.max_documents, self.fit.seed)
 
     @model_validator(mode="after")
     def _unique_titles(self) -> Self:

@@ -7,8 +7,8 @@ import typer
 from typer import Option
 
 from rsrank_rag.cli.options import command, problems, screen
-from rsrank_rag.training.run import TrainingRun
 
+from .features import ResearchRun
 from .recipe import ResearchRecipe
 
 app = typer.Typer()
@@ -31,7 +31,7 @@ def train(
     `python -m research.train --config qwen3-8b --output runs/qwen3-8b`
     """
     recipe = ResearchRecipe.load(config, settings or ())
-    run = TrainingRun(recipe, output, say=problems.print, progress=problems.is_terminal)
+    run = ResearchRun(recipe, output, say=problems.print, progress=problems.is_terminal)
     result = run.run()
     screen.print(f"written: {result.written}\nartifact: {run.artifact}", soft_wrap=True)
 

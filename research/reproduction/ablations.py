@@ -35,9 +35,9 @@ from rsrank_rag.partial_files import write_text
 from rsrank_rag.training.batches import device_for, scored, split
 from rsrank_rag.training.fit import FitOptions, fit
 from rsrank_rag.training.recipe import SHIPPED, read_toml
-from rsrank_rag.training.run import TrainingRun
 from rsrank_rag.training.store import QueryFeatures
 
+from ..features import ResearchRun
 from ..recipe import ResearchRecipe, SetPart
 from .closed_forms import closed_form
 from .oracle import oracle_scores
@@ -279,7 +279,7 @@ class Ablations:
             system = load(source)
             found = {}
             for part in sets:
-                queries = part.load(recipe.fit.seed, titles=recipe.titles)
+                queries = part.load(recipe.fit.seed, titles=recipe.features.titles)
                 found[part.title] = score_dataset(system, queries)
             return 0, 0, found
         features = {}
@@ -320,7 +320,7 @@ class Ablations:
 
     def _key(self, recipe: ResearchRecipe, ablation: Ablation) -> str:
         """Of features; all ablations that read the same share them."""
-        same = recipe.model_dump_json(include={"model", "template", "features", "data", "titles"})
+        same = recipe.model_dump_json(include={"model", "template", "features", "data"})
         return sha(same, str(recipe.fit.seed), ablation.signal, ablation.null)[:16]
 
     def _read(self, recipe: ResearchRecipe, ablation: Ablation) -> list[QueryFeatures]:
@@ -329,7 +329,7 @@ class Ablations:
         if key not in self._features:
             folder = self.output / "stores" / key
             reader = reader_of(ablation.signal, ablation.null)
-            run = TrainingRun(recipe, folder, say=self.say, reader=reader)
+            run = ResearchRun(recipe, folder, say=self.say, reader=reader)
             self._features[key] = run.extract()
             self._layers[key] = run.layers
         return self._features[key]

@@ -17,7 +17,7 @@ from ..adapters.systems import forms, parse
 from ..adapters.systems import load as load_reranker
 from ..errors import InputError
 from ..evaluation.comparison import Measured
-from ..evaluation.datasets import LabelledQuery, read_sets
+from ..evaluation.datasets import LabelledSets, read_sets
 from ..evaluation.evaluate import recommend, score_dataset, shared_threshold, summarise
 from ..evaluation.metrics import ScoredQuery, apply_rule, plain, ranking_measures, rules
 from ..evaluation.report import check_report, write_report
@@ -132,9 +132,7 @@ def evaluate(
         screen.print(recommend(pooled, threshold=one.threshold))
 
 
-def _measure(
-    source: ModelSource, sets: Mapping[str, Sequence[LabelledQuery]], threshold: float | None
-) -> Measured:
+def _measure(source: ModelSource, sets: LabelledSets, threshold: float | None) -> Measured:
     """A system's scores, and the threshold: as given, its own, or the best over all files."""
     name = source.name
     with problems.status(f"Loading {name} ..."):
@@ -143,14 +141,15 @@ def _measure(
     for title, queries in sets.items():
         shown = track(queries, f"{name}, {title}", console=problems, transient=True)
         scored[title] = score_dataset(system, shown)
-    if threshold is not None:
-        return Measured(name, threshold, "given", scored)
-    if system.threshold is not None:
-        return Measured(name, system.threshold, "native", scored)
-    best = shared_threshold(list(scored.values()))
-    origin = "the best over all files; this system has no native threshold"
-    problems.print(f"{name}: threshold {plain(best)} is {origin}.", soft_wrap=True)
-    return Measured(name, best, origin, scored)
+    origin = "given"
+    if threshold is None:
+        threshold = system.threshold
+        origin = "native"
+    if threshold is None:
+        threshold = shared_threshold(list(scored.values()))
+        origin = "the best over all files; this system has no native threshold"
+        problems.print(f"{name}: threshold {plain(threshold)} is {origin}.", soft_wrap=True)
+    return Measured(name, threshold, origin, scored)
 
 
 def rules_table(name: str, scored: Sequence[ScoredQuery], threshold: float) -> Table:

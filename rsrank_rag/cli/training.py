@@ -48,9 +48,6 @@ def train(
     weights against fine-tuned ones, on queries left out of training. Where fine-tuning loses
     nDCG@5, precision, recall, F1 or answers beyond chance, or where fewer than 100 queries show no
     gain or cannot rule out such a loss, the artifact's own weights are written.
-
-    Features too large? `--set features.max_tokens=8` keeps 8 tokens of each query,
-    `--set features.max_documents=10` ten documents.
     """
     from ..training.recipe import Recipe
     from ..training.run import TrainingRun
@@ -133,12 +130,9 @@ def show_verdict(verdict: Verdict, names: tuple[str, str]) -> None:
         f"Measured on queries that were left out: {verdict.queries}. "
         "Precision counts those that keep something, recall those with an answer."
     )
-    table = Table("", *names, "difference", "95% interval", title=title, title_justify="left")
+    table = Table("", *names, "difference (95% interval)", title=title, title_justify="left")
     for name, change in verdict.difference.items():
-        interval = ""
-        if change.low is not None and change.high is not None:
-            interval = f"{change.low:+.3f} to {change.high:+.3f}"
         before = f"{verdict.before[name].mean:.3f}"
         after = f"{verdict.after[name].mean:.3f}"
-        table.add_row(MEASURES[name], before, after, f"{change.mean:+.3f}", interval)
+        table.add_row(MEASURES[name], before, after, str(change))
     screen.print(table)

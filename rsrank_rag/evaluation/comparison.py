@@ -7,7 +7,7 @@ from itertools import combinations, starmap
 import numpy as np
 
 from .. import __version__
-from .datasets import LabelledQuery
+from .datasets import LabelledQuery, LabelledSets
 from .metrics import Rule, ScoredQuery, best_threshold, ranking_measures, selection_measures
 from .statistics import LEVEL, RESAMPLES, Estimate, Record, estimate_mean
 
@@ -29,9 +29,8 @@ class QueryLabels(Record):
 
 
 class QueryResult(Record):
-    """One system on one query; scores in the order of the labels."""
+    """One system on one query; queries and scores are in the order of the labels."""
 
-    id: str
     scores: tuple[float, ...]
     kept: int
     metrics: dict[str, float]
@@ -89,7 +88,7 @@ class Measured:
     scored: Mapping[str, Sequence[ScoredQuery]]  # set -> scored queries, in the order of the set
 
 
-def compare(systems: Sequence[Measured], sets: Mapping[str, Sequence[LabelledQuery]]) -> Comparison:
+def compare(systems: Sequence[Measured], sets: LabelledSets) -> Comparison:
     """All metrics of all systems with intervals, and the paired differences of every two systems.
 
     Args:
@@ -99,7 +98,7 @@ def compare(systems: Sequence[Measured], sets: Mapping[str, Sequence[LabelledQue
     Raises:
         MissingDependencyError: ir-measures is not installed.
     """
-    results = [_system(system, sets) for system in systems]
+    results = list(map(_system, systems))
     labels = {name: tuple(map(_labels, queries)) for name, queries in sets.items()}
     return Comparison(
         labels=labels,
@@ -116,10 +115,9 @@ def _labels(query: LabelledQuery) -> QueryLabels:
     )
 
 
-def _system(system: Measured, sets: Mapping[str, Sequence[LabelledQuery]]) -> SystemResult:
-    results = {}
-    for name, labelled in sets.items():
-        queries = system.scored[name]
+def _system(system: Measured) -> SystemResult:
+    sets = {}
+    for name, queries in system.scored.items():
         tau_best, _ = best_threshold(queries)
         at_threshold = selection_measures(queries, Rule(system.threshold))
         values = {
@@ -130,26 +128,25 @@ def _system(system: Measured, sets: Mapping[str, Sequence[LabelledQuery]]) -> Sy
         rows = []
         for number, query in enumerate(queries):
             row = QueryResult(
-                id=labelled[number].id,
                 scores=tuple(query.scores),
                 kept=int(at_threshold["kept"][number]),
                 metrics={metric: values[metric][number] for metric in METRICS},
             )
             rows.append(row)
-        results[name] = SetResult(
+        sets[name] = SetResult(
             metrics={metric: estimate_mean(values[metric]) for metric in METRICS},
             tau_best=tau_best,
             queries=tuple(rows),
         )
     metrics = {}
     for metric in METRICS:
-        metrics[metric] = estimate_mean(*[result.values(metric) for result in results.values()])
+        metrics[metric] = estimate_mean(*[result.values(metric) for result in sets.values()])
     return SystemResult(
         name=system.name,
         threshold=system.threshold,
         threshold_origin=system.origin,
         metrics=metrics,
-        sets=results,
+        sets=sets,
     )
 
 

@@ -2,7 +2,7 @@
 
 import gzip
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,10 @@ class LabelledQuery(BaseModel, frozen=True):
     id: str
     query: str
     documents: tuple[LabelledDocument, ...]
+
+
+LabelledSets = Mapping[str, Sequence[LabelledQuery]]
+"""Queries by the name of their set."""
 
 
 def dataset_name(path: str | Path) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -68,28 +68,26 @@ def score_histograms(
     with style():
         figure, grid = panel_grid(panels, 2.2)
         for axes, (name, (relevant, irrelevant)) in zip(grid, panels.items(), strict=True):
-            _draw_histogram(axes, irrelevant, edges, "irrelevant", BLUE, "-")
-            _draw_histogram(axes, relevant, edges, "relevant", VERMILION, "--")
+            classes = {
+                "irrelevant": (irrelevant, BLUE, "-"),
+                "relevant": (relevant, VERMILION, "--"),
+            }
+            for label, (values, color, linestyle) in classes.items():
+                axes.hist(
+                    values,
+                    edges,
+                    weights=np.full(len(values), 1 / max(len(values), 1)),
+                    histtype="stepfilled",
+                    facecolor=(color, 0.3),
+                    edgecolor=color,
+                    linestyle=linestyle,
+                    linewidth=1.4,
+                    label=label,
+                )
             axes.axvline(threshold, color=BLACK, linestyle=":", linewidth=1.4, label="threshold")
             axes.set_title(name)
         name_axes(figure, "score", "share of the class")
     return figure
-
-
-def _draw_histogram(
-    axes: Axes, scores: Sequence[float], edges: Any, label: str, color: str, linestyle: str
-) -> None:
-    axes.hist(
-        scores,
-        edges,
-        weights=np.full(len(scores), 1 / max(len(scores), 1)),
-        histtype="stepfilled",
-        facecolor=(color, 0.3),
-        edgecolor=color,
-        linestyle=linestyle,
-        linewidth=1.4,
-        label=label,
-    )
 
 
 def panel_grid(names: Collection[str], height: float) -> tuple[Figure, list[Axes]]:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import InputError, required
+from ..errors import required
 from ..partial_files import write_text
 from ..reranker import BLANK_SCORE
 from . import plots
 from .comparison import METRICS, Comparison, Measured, QueryResult, compare
-from .datasets import LabelledQuery
+from .datasets import LabelledSets
 from .evaluate import recommend, summarise
 from .metrics import apply_rule, best_first, plain, rules
 
@@ -27,20 +27,15 @@ def check_report(folder: str | Path) -> None:
     """Make the report's folder, and check before the work that a report can be written.
 
     Raises:
-        InputError: The folder cannot be made.
+        OSError: The folder cannot be made.
         MissingDependencyError: A library that the report needs is not installed.
     """
     plots.style()
     template(__package__, "report.html")
-    try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"The report's folder {folder} cannot be made: {error}") from error
+    Path(folder).mkdir(parents=True, exist_ok=True)
 
 
-def write_report(
-    folder: str | Path, systems: Sequence[Measured], sets: Mapping[str, Sequence[LabelledQuery]]
-) -> Comparison:
+def write_report(folder: str | Path, systems: Sequence[Measured], sets: LabelledSets) -> Comparison:
     """Compare systems and write ``index.html`` and ``report.json``.
 
     Args:
@@ -74,11 +69,7 @@ def figure_of(system: Measured) -> Figure:
     return plots.score_histograms(panels, system.threshold)
 
 
-def page(
-    comparison: Comparison,
-    systems: Sequence[Measured],
-    sets: Mapping[str, Sequence[LabelledQuery]],
-) -> str:
+def page(comparison: Comparison, systems: Sequence[Measured], sets: LabelledSets) -> str:
     """The report as one HTML page that contains its figures. jinja2 escapes every text."""
     figures = {}
     for system in systems:

@@ -40,9 +40,9 @@ class Estimate(Record):
         return self.high is not None and self.high < value - ROUNDING
 
 
-def estimate_mean(*samples: ArrayLike, resamples: int = RESAMPLES, seed: int = 0) -> Estimate:
-    """The mean of the samples' means, with its interval; for the arguments see `bootstrap`."""
-    return estimate(bootstrap(*samples, resamples=resamples, seed=seed))
+def estimate_mean(*samples: ArrayLike) -> Estimate:
+    """The mean of the samples' means, with its interval; for the samples see `bootstrap`."""
+    return estimate(bootstrap(*samples))
 
 
 def bootstrap(*samples: ArrayLike, resamples: int = RESAMPLES, seed: int = 0) -> Array:

@@ -6,7 +6,6 @@ Axes: L layers, H heads, N documents, T scored query tokens, D head dimension.
 import hashlib
 import json
 import math
-import random
 from collections.abc import Sequence
 
 import torch
@@ -31,23 +30,13 @@ def joined_documents(prompts: PromptTokenizer, documents: Sequence[str], query_l
     most = prompts.document_limit(query_length)
     left = max(most - len(line_break) * (len(encoded) - 1), 0)
     by_length = sorted(range(len(encoded)), key=lambda index: len(encoded[index]))
-    shares = {}
     for rank, index in enumerate(by_length):
-        shares[index] = min(len(encoded[index]), left // (len(encoded) - rank))
-        left -= shares[index]
-    joined: list[int] = []
-    for index, ids in enumerate(encoded):
-        if index:
-            joined += line_break
-        joined += ids[: shares[index]]
+        encoded[index] = encoded[index][: left // (len(encoded) - rank)]
+        left -= len(encoded[index])
+    joined = [*encoded[0]]
+    for ids in encoded[1:]:
+        joined += [*line_break, *ids]
     return (*prompts.instruction, *joined[:most], *prompts.separator)
-
-
-def stored_tokens(length: int, most: int | None) -> list[int]:
-    """Which of a query's scored tokens are stored: all, or so many of them, evenly spread."""
-    if most is None or length <= most:
-        return list(range(length))
-    return [int(length / most * (i + 0.5)) for i in range(most)]
 
 
 class FeatureExtractor:
@@ -77,30 +66,15 @@ class FeatureExtractor:
         tokenised = prompts.query(query.query)
         documents = self._documents(query, len(tokenised.ids))
         labels = tuple(document.relevant for document in query.documents)
-        positions = stored_tokens(tokenised.length, self.options.max_tokens)
-        dtype = getattr(torch, self.options.dtype)
-        by_document: dict[Ids, tuple[Tensor, tuple[float, float]]] = {}
-
-        def read(batch: list[Row]) -> None:
-            layers: list[Tensor] = []
-
-            def store(_: int, shift: Tensor) -> None:
-                layers.append(shift[:, :, positions].to(dtype).cpu())
-
-            parts = self.reader.read(batch, store).tolist()
-            # (N, L, H, T, D).
-            shifts = torch.stack(layers, dim=1)
-            for row, shift, (cosine, *matches) in zip(batch, shifts, parts, strict=True):
-                by_document[row.document] = shift, (cosine, math.fsum(matches))
-
         # A document without tokens shifts nothing.
         with_tokens = [ids for ids in documents if len(ids) > len(prompts.null_prefix)]
         rows = [Row(ids, tokenised) for ids in dict.fromkeys(with_tokens)]
         batches = Batches(rows, self.token_budget, extra=len(tokenised.ids))
+        by_document: dict[Ids, tuple[Tensor, list[float]]] = {}
         try:
             for batch in batches:
                 with batches.attempt():
-                    read(batch)
+                    by_document.update(self._read(batch))
         except DoesNotFitError as error:
             failure = too_large(len(error.ids), documents.index(error.ids.document))
             failure.query = repr(query.id)
@@ -108,7 +82,7 @@ class FeatureExtractor:
         # Memory would run out again with every query.
         self.token_budget = batches.budget
         shift, _ = next(iter(by_document.values()))
-        nothing = torch.zeros_like(shift), (0.0, 0.0)
+        nothing = torch.zeros_like(shift), [0.0]
         features = [by_document.get(ids, nothing) for ids in documents]
         shifts = torch.cat([shift for shift, _ in features], dim=2)
         if not bool(torch.isfinite(shifts).all()):
@@ -116,14 +90,30 @@ class FeatureExtractor:
                 f"Query {query.id!r} has shifts that are not finite in {self.options.dtype}. Set "
                 "features.dtype=bfloat16, or load the model in bfloat16 or float32."
             )
-        similarities = [pair for _, pair in features[: len(labels)]]
+        similarities = []
+        for _, (cosine, *matches) in features[: len(labels)]:
+            similarities.append((cosine, math.fsum(matches)))
         return QueryFeatures(
             shifts,
             labels,
-            len(positions),
+            tokenised.length,
             oracle=len(documents) > len(labels),
             similarities=tuple(similarities),
         )
+
+    def _read(self, batch: list[Row]) -> dict[Ids, tuple[Tensor, list[float]]]:
+        """For each document of a batch its shifts, (L, H, T, D), and its similarity, (1 + T,)."""
+        dtype = getattr(torch, self.options.dtype)
+        layers: list[Tensor] = []
+
+        def store(_: int, shift: Tensor) -> None:
+            layers.append(shift.to(dtype).cpu())
+
+        similarity = self.reader.read(batch, store).tolist()
+        read = {}
+        for place, shifts in enumerate(torch.stack(layers, dim=1)):
+            read[batch[place].document] = shifts, similarity[place]
+        return read
 
     def _documents(self, query: LabelledQuery, query_length: int) -> list[Ids]:
         """Token ids of each document, then of all relevant ones joined, if any of them has text."""
@@ -144,30 +134,3 @@ def digest(queries: Sequence[LabelledQuery]) -> str:
     """sha256 of queries, documents and labels."""
     content = [query.model_dump_json() for query in queries]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
-
-
-def subsample(
-    queries: Sequence[LabelledQuery], max_documents: int | None, seed: int = 0
-) -> list[LabelledQuery]:
-    """At most so many documents of each query: relevant ones up to half of them, others at random.
-
-    Where one class has too few documents, the other fills the rest.
-    """
-    if max_documents is None:
-        return list(queries)
-    drawn = []
-    for query in queries:
-        generator = random.Random(f"{seed}-{query.id}-{query.query}")
-        relevant: list[int] = []
-        others: list[int] = []
-        for place, document in enumerate(query.documents):
-            if document.relevant:
-                relevant.append(place)
-            else:
-                others.append(place)
-        count = min(len(relevant), max(max_documents // 2, max_documents - len(others)))
-        places = generator.sample(relevant, count)
-        places += generator.sample(others, min(len(others), max_documents - count))
-        documents = tuple(query.documents[place] for place in sorted(places))
-        drawn.append(query.model_copy(update={"documents": documents}))
-    return drawn

@@ -72,7 +72,6 @@ class Epoch:
     orthogonality: float
     alignment: float
     frobenius: float
-    learning_rate: float
     validation_f1: float
 
 
@@ -126,7 +125,6 @@ def fit(
         random.Random(f"{options.seed}-{number}").shuffle(order)
         losses = []
         for batch in batches(order, options.batch_queries, device):
-            rate = schedule.get_last_lr()[0]
             loss, terms = objective(weight, batch, options, precision)
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
@@ -141,7 +139,7 @@ def fit(
         rows = scored(validation, {"weight": weight.detach()}, device=device, precision=precision)
         f1 = float(selection_measures(rows, Rule(0.0))["f1"].mean())
         values = dict(zip(("loss", *TERMS), means.tolist(), strict=True))
-        epoch = Epoch(number, **values, learning_rate=float(rate), validation_f1=f1)
+        epoch = Epoch(number, **values, validation_f1=f1)
         history.append(epoch)
         if output is not None:
             log = [json.dumps(asdict(epoch)) + "\n" for epoch in history]

@@ -52,8 +52,6 @@ class FeaturePart(BaseModel, extra="forbid", frozen=True):
     last_layer: PositiveInt | None = None
     """None for the model's last. No later layer is loaded."""
     dtype: Literal["float16", "bfloat16"] = "float16"
-    max_tokens: PositiveInt | None = None
-    max_documents: int | None = Field(default=None, gt=1)
 
 
 class Recipe(BaseModel, extra="forbid", frozen=True):

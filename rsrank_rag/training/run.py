@@ -31,7 +31,7 @@ from ..method.scoring import ShiftReader
 from ..method.template import PromptTokenizer
 from ..partial_files import replacing, write_text
 from .batches import device_for, scored, split
-from .features import FeatureExtractor, digest, subsample
+from .features import FeatureExtractor, digest
 from .fine_tuning import fine_tune
 from .fit import fit
 from .recipe import Recipe
@@ -44,7 +44,6 @@ class Result:
     """Weights, and what is known of them."""
 
     projection: Projection
-    threshold: float
     # What scores above the threshold, measured on queries held out.
     metrics: dict[str, float]
     settings: dict[str, Any]
@@ -112,7 +111,6 @@ class TrainingRun:
                 f"{recipe.minimum_queries}. Pass --data FILE with more, or fine-tune an artifact "
                 "(--config mini)."
             )
-        queries = subsample(queries, recipe.features.max_documents, recipe.fit.seed)
         for query in queries:
             if not any(document.content().strip() for document in query.documents):
                 raise InputError(
@@ -207,7 +205,7 @@ class TrainingRun:
             "layers": self.layers,
             "max_length": prompts.max_length,
             "template": prompts.template.model_dump(mode="json"),
-            **self.recipe.features.model_dump(include={"dtype", "max_tokens"}),
+            "dtype": self.recipe.features.dtype,
         }
 
     def _fine_tuned(
@@ -243,7 +241,6 @@ class TrainingRun:
                 written += f"; threshold 0, no longer {config.threshold:g}"
             return Result(
                 tuned.projection,
-                0.0,
                 present_means(measure(tuned.after, 0.0)),
                 settings,
                 f"{written}; penalty {tuned.penalty:g}",
@@ -251,7 +248,6 @@ class TrainingRun:
             )
         return Result(
             base,
-            config.threshold,
             present_means(measure(tuned.before, config.threshold)),
             settings,
             f"the weights of {recipe.base}, unchanged: {problem}",
@@ -280,7 +276,7 @@ class TrainingRun:
         if recipe.fit.keep == "best":
             written += f", chosen by F1 at zero on {len(validation)} validation queries"
         metrics = present_means(measure(rows, 0.0))
-        return Result(fitted.projection, 0.0, metrics, settings, written)
+        return Result(fitted.projection, metrics, settings, written)
 
     def _config(self, result: Result) -> RSRankConfig:
         model = self._model
@@ -312,7 +308,7 @@ class TrainingRun:
             return base.model_copy(update={"training": record})
         update = {
             "max_length": recipe.model.max_length or base.max_length,
-            "threshold": result.threshold,
+            "threshold": 0.0,
             "license": recipe.license or base.license,
             "training": record,
         }

@@ -20,7 +20,7 @@ def test_the_bootstrap_interval_equals_the_exact_one_of_all_resamples():
     exact = np.percentile(
         [mean(draw) for draw in product(values, repeat=4)], [2.5, 97.5]
     )  # all 256 samples
-    found = estimate_mean(values, resamples=20000)
+    found = estimate(bootstrap(values, resamples=20000))
     assert found.mean == pytest.approx(mean(values))
     assert (found.low, found.high) == (
         pytest.approx(exact[0], abs=0.02),
@@ -30,7 +30,7 @@ def test_the_bootstrap_interval_equals_the_exact_one_of_all_resamples():
 
 def test_the_interval_covers_the_true_mean_about_as_often_as_it_says():
     rng = np.random.default_rng(0)
-    found = [estimate_mean(list(rng.normal(3.0, 1.0, 50)), resamples=300) for _ in range(200)]
+    found = [estimate(bootstrap(list(rng.normal(3.0, 1.0, 50)), resamples=300)) for _ in range(200)]
     assert 0.88 <= mean([low.low <= 3.0 <= low.high for low in found]) <= 0.99
 
 
@@ -40,9 +40,9 @@ def test_the_interval_covers_the_true_mean_about_as_often_as_it_says():
     st.integers(0, 3),
 )
 def test_the_interval_contains_the_mean_and_is_repeatable(samples, seed):
-    found = estimate_mean(*samples, resamples=100, seed=seed)
+    found = estimate(bootstrap(*samples, resamples=100, seed=seed))
     assert found.low <= found.mean <= found.high
-    assert found == estimate_mean(*samples, resamples=100, seed=seed)
+    assert found == estimate(bootstrap(*samples, resamples=100, seed=seed))
 
 
 def test_the_interval_shrinks_with_the_root_of_the_number_of_queries():

@@ -20,7 +20,6 @@ from rsrank_rag.training.features import (
     FeatureExtractor,
     digest,
     joined_documents,
-    subsample,
 )
 from rsrank_rag.training.recipe import FeaturePart, Recipe
 from rsrank_rag.training.run import TrainingRun
@@ -117,23 +116,6 @@ def test_an_empty_document_shifts_nothing(extractor):
     assert found.shifts[:, :, : found.tokens].abs().max() == 0
 
 
-def test_fewer_tokens_are_spread_evenly(loaded):
-    core, prompts = loaded("qwen3")
-    reader = ShiftReader(core, prompts, range(1, LAYERS))
-    query = labelled(1)[0]
-    full, few = (
-        FeatureExtractor(reader, FeaturePart()).extract(query),
-        FeatureExtractor(reader, FeaturePart(max_tokens=3)).extract(query),
-    )
-    assert few.tokens == 3
-    positions = [int(full.tokens / 3 * (i + 0.5)) for i in range(3)]
-    for document in range(len(query.documents)):
-        whole = full.shifts[:, :, document * full.tokens : (document + 1) * full.tokens]
-        assert torch.equal(
-            few.shifts[:, :, 3 * document : 3 * document + 3], whole[:, :, positions]
-        )
-
-
 def test_a_file_holds_what_was_extracted(extractor, tmp_path):
     features = extractor.extract(labelled(1)[0])
     path = tmp_path / "0.pt"
@@ -188,7 +170,6 @@ def test_reading_that_was_interrupted_goes_on_without_loss_or_repetition(
     [
         (["features.dtype=bfloat16"], "dtype: 'float16' there, 'bfloat16' wanted"),
         (["features.last_layer=2"], r"layers: \[1, 2, 3\] there, \[1, 2\] wanted"),
-        (["features.max_tokens=2"], "max_tokens: None there, 2 wanted"),
         (['template.suffix="!"'], "template: "),
         (["model.dtype=bfloat16"], "compute_dtype: 'torch.float32' there"),
     ],
@@ -240,20 +221,6 @@ def test_values_that_overflow_are_refused(loaded, monkeypatch):
         TrainingError, match=r"not finite in float16\. Set features\.dtype=bfloat16"
     ):
         FeatureExtractor(reader, FeaturePart()).extract(labelled(1)[0])
-
-
-def test_subsampling_keeps_both_classes_and_depends_on_the_query_alone():
-    queries = labelled(4)
-    few = subsample(queries, 4, seed=1)
-    for query in few:
-        labels = [document.relevant for document in query.documents]
-        assert (sum(labels), len(labels)) == (2, 4)
-    assert few == [subsample([query], 4, seed=1)[0] for query in queries]
-    assert subsample(queries, None) == queries
-    everything = subsample(queries, 100)
-    assert [len(query.documents) for query in everything] == [
-        len(query.documents) for query in queries
-    ]
 
 
 def test_the_digest_sees_texts_and_labels():

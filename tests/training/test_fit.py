@@ -217,19 +217,6 @@ def test_the_defaults_are_the_papers():
     )
 
 
-def test_the_learning_rate_falls_along_a_cosine():
-    rates = [
-        row.learning_rate
-        for row in fit(
-            toy(), toy(2), [1, 2], FitOptions(epochs=8, projection_dim=4), device="cpu"
-        ).history
-    ]
-    for epoch, rate in enumerate(rates):
-        assert rate == pytest.approx(
-            0.001 + 0.049 * (1 + math.cos(math.pi * epoch / 8)) / 2, abs=1e-6
-        )
-
-
 def test_nothing_to_learn_from_is_refused():
     only = [QueryFeatures(query.shifts[:, :, :3], (True,), 3, oracle=False) for query in toy(3)]
     with pytest.raises(TrainingError, match=r"All documents have the same label\. Add some"):
