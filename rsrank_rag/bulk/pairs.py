@@ -121,19 +121,23 @@ class PairScorer:
         )
 
 
-def check_columns(names: Collection[str]) -> None:
+def check_columns(names: Collection[str], rows: str = "Rows") -> None:
     """Check that rows have the columns of `PAIR`, and none that would be overwritten.
+
+    Args:
+        names: The columns.
+        rows: What messages call the rows.
 
     Raises:
         InputError: They do not.
     """
     if not set(PAIR).issubset(names):
         raise InputError(
-            f'Rows need a "query" and a "document"; found {", ".join(sorted(names)) or "none"}.'
+            f'{rows} need a "query" and a "document"; found {", ".join(sorted(names)) or "none"}.'
         )
     taken = [name for name in COLUMNS if name in names]
     if taken:
         raise InputError(
-            f"Rows have {', '.join(taken)} already, which would be overwritten. "
+            f"{rows} have {', '.join(taken)} already, which would be overwritten. "
             "Rename these columns, or leave them out."
         )

@@ -81,10 +81,7 @@ def score_shard(scorer: PairScorer, shard: Shard) -> Counter[str]:
     shard.target.parent.mkdir(parents=True, exist_ok=True)
     with appearing(shard.target) as partial_path, opener(shard.target)(partial_path, "wb") as file:
         while rows := list(islice(source_rows, CHUNK)):
-            try:
-                check_columns({name for row in rows for name in row})
-            except InputError as error:
-                raise InputError(f"{shard.source}: {error}") from None
+            check_columns({name for row in rows for name in row}, f"Rows of {shard.source}")
             scored = scorer({name: [row.get(name) for row in rows] for name in PAIR})
             for place, row in enumerate(rows):
                 row |= {name: scored[name][place] for name in COLUMNS}

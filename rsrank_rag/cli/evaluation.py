@@ -27,14 +27,6 @@ from .options import AsJson, Revision, command, problems, screen
 
 app = typer.Typer()
 
-Systems = Annotated[
-    list[str],
-    Option(
-        "--model",
-        "-m",
-        help=f"Built-in name, artifact folder or Hub id; or {forms()}. May be repeated.",
-    ),
-]
 # Rows of a file's table, by the metric's name.
 ROWS = {
     "threshold": "threshold in use",
@@ -77,7 +69,10 @@ def report(
 def evaluate(
     data: Annotated[list[Path], Option("--data", help="Labelled .jsonl(.gz). May be repeated.")],
     load: LoadOptions,
-    model: Systems = ["mini"],  # noqa: B006 - typer copies it
+    model: Annotated[
+        list[str],
+        Option("--model", "-m", help=f"Artifact, file of tune, or {forms()}. May be repeated."),
+    ] = ["mini"],  # noqa: B006 - typer copies it
     revision: Revision = None,
     as_json: AsJson = False,
     report: Annotated[

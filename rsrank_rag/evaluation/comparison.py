@@ -78,7 +78,7 @@ class Comparison(Record):
     differences: tuple[Difference, ...]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Measured:
     """A system's scores."""
 

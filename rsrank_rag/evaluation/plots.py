@@ -7,7 +7,7 @@ colours are those of Okabe and Ito, which colour-blind readers tell apart.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
 from io import BytesIO
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..errors import required
+from .statistics import Array
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -54,17 +55,15 @@ def png(figure: Figure) -> bytes:
     return file.getvalue()
 
 
-def score_histograms(
-    panels: Mapping[str, tuple[Sequence[float], Sequence[float]]], threshold: float
-) -> Figure:
+def score_histograms(panels: Mapping[str, tuple[Array, Array]], threshold: float) -> Figure:
     """Scores of relevant and of irrelevant documents; each class adds up to 1.
 
     Args:
         panels: Set -> scores of the relevant documents, scores of the irrelevant documents.
         threshold: The threshold in use.
     """
-    scores = [score for pair in panels.values() for scores in pair for score in scores]
-    edges = np.histogram_bin_edges([*scores, threshold], BINS)
+    scores = np.concatenate([scores for pair in panels.values() for scores in pair])
+    edges = np.histogram_bin_edges([*scores, threshold], BINS).tolist()
     with style():
         figure, grid = panel_grid(panels, 2.2)
         for axes, (name, (relevant, irrelevant)) in zip(grid, panels.items(), strict=True):

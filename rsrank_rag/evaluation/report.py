@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ..errors import required
 from ..partial_files import write_text
 from ..reranker import BLANK_SCORE
@@ -23,7 +25,7 @@ WORST = 5  # queries shown of each set and system
 TEXT_LENGTH = 400  # characters of a document that are shown
 
 
-def check_report(folder: str | Path) -> None:
+def check_report(folder: Path) -> None:
     """Make the report's folder, and check before the work that a report can be written.
 
     Raises:
@@ -32,10 +34,10 @@ def check_report(folder: str | Path) -> None:
     """
     plots.style()
     template(__package__, "report.html")
-    Path(folder).mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
 
 
-def write_report(folder: str | Path, systems: Sequence[Measured], sets: LabelledSets) -> Comparison:
+def write_report(folder: Path, systems: Sequence[Measured], sets: LabelledSets) -> Comparison:
     """Compare systems and write ``index.html`` and ``report.json``.
 
     Args:
@@ -49,7 +51,6 @@ def write_report(folder: str | Path, systems: Sequence[Measured], sets: Labelled
     Raises:
         MissingDependencyError: ir-measures, matplotlib or jinja2 is not installed.
     """
-    folder = Path(folder)
     comparison = compare(systems, sets)
     write_text(folder / "report.json", comparison.model_dump_json(indent=1) + "\n")
     write_text(folder / "index.html", page(comparison, systems, sets))
@@ -60,12 +61,10 @@ def figure_of(system: Measured) -> Figure:
     """The scores of relevant and of irrelevant documents, without blank ones, by set."""
     panels = {}
     for name, queries in system.scored.items():
-        by_label: dict[bool, list[float]] = {True: [], False: []}
-        for query in queries:
-            for score, relevant in zip(query.scores, query.relevant, strict=True):
-                if score != BLANK_SCORE:
-                    by_label[relevant].append(score)
-        panels[name] = by_label[True], by_label[False]
+        scores = np.concatenate([query.scores for query in queries])
+        relevant = np.concatenate([query.relevant for query in queries]).astype(bool)
+        shown = scores != BLANK_SCORE
+        panels[name] = scores[shown & relevant], scores[shown & ~relevant]
     return plots.score_histograms(panels, system.threshold)
 
 
@@ -94,13 +93,13 @@ def page(comparison: Comparison, systems: Sequence[Measured], sets: LabelledSets
     return text
 
 
-def worst_queries(queries: Sequence[QueryResult], count: int = WORST) -> list[int]:
+def worst_queries(queries: Sequence[QueryResult]) -> list[int]:
     """Numbers of the queries with the lowest F1 at the threshold, if that is below 1.
 
     Of equal queries the first are taken.
     """
     rows = sorted(range(len(queries)), key=lambda row: queries[row].metrics["f1@tau"])
-    return [row for row in rows[:count] if queries[row].metrics["f1@tau"] < 1]
+    return [row for row in rows[:WORST] if queries[row].metrics["f1@tau"] < 1]
 
 
 def template(package: str | None, name: str) -> Any:

@@ -136,9 +136,7 @@ def scored(
 
 def check_labels(features: Sequence[QueryFeatures]) -> None:
     """Raise TrainingError where all labels are of one class, from which nothing can be learned."""
-    labels: set[bool] = set()
-    for query in features:
-        labels.update(query.relevant)
+    labels = {label for query in features for label in query.relevant}
     if len(labels) < 2:
         raise TrainingError(
             "All documents have the same label. Add some of the other: B learns to tell them apart."

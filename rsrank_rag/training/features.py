@@ -3,8 +3,6 @@
 Axes: L layers, H heads, N documents, T scored query tokens, D head dimension.
 """
 
-import hashlib
-import json
 import math
 from collections.abc import Sequence
 
@@ -67,8 +65,8 @@ class FeatureExtractor:
         documents = self._documents(query, len(tokenised.ids))
         labels = tuple(document.relevant for document in query.documents)
         # A document without tokens shifts nothing.
-        with_tokens = [ids for ids in documents if len(ids) > len(prompts.null_prefix)]
-        rows = [Row(ids, tokenised) for ids in dict.fromkeys(with_tokens)]
+        shortest = len(prompts.null_prefix)
+        rows = [Row(ids, tokenised) for ids in dict.fromkeys(documents) if len(ids) > shortest]
         batches = Batches(rows, self.token_budget, extra=len(tokenised.ids))
         by_document: dict[Ids, tuple[Tensor, list[float]]] = {}
         try:
@@ -128,9 +126,3 @@ class FeatureExtractor:
         if any(map(str.strip, relevant)):
             documents.append(joined_documents(prompts, relevant, query_length))
         return documents
-
-
-def digest(queries: Sequence[LabelledQuery]) -> str:
-    """sha256 of queries, documents and labels."""
-    content = [query.model_dump_json() for query in queries]
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()

@@ -92,16 +92,13 @@ def fine_tune(
     tuner = _Tuner(features, base, options, device)
     penalties = (math.inf, *options.penalties)
     everything = range(len(features))
-    parts = folds(len(features), options.folds)
     # By fold and penalty.
-    held_out: list[list[list[ScoredQuery]]] = []
-    for numbers in watch(parts):
+    held_out = []
+    for numbers in watch(folds(len(features), options.folds)):
         rest = sorted({*everything} - {*numbers})
         left_out = tuner.features_of(numbers)
-        fold = []
-        for weights in tuner.path(rest, penalties):
-            fold.append(scored(left_out, weights, device=device))
-        held_out.append(fold)
+        path = tuner.path(rest, penalties)
+        held_out.append([scored(left_out, weights, device=device) for weights in path])
     values = [torch.stack(list(map(_values, fold))) for fold in held_out]
     before: list[ScoredQuery] = []
     after: list[ScoredQuery] = []
@@ -182,9 +179,10 @@ class _Tuner:
         self, numbers: Sequence[int], penalties: Sequence[float]
     ) -> Iterator[dict[str, Tensor]]:
         """The weights that queries lead to with each penalty, from the greatest to the smallest."""
-        change = {}
-        for name, weight in self.weights.items():
-            change[name] = torch.zeros_like(weight, requires_grad=True)
+        change = {
+            name: torch.zeros_like(weight, requires_grad=True)
+            for name, weight in self.weights.items()
+        }
         for penalty in penalties:
             if math.isfinite(penalty):
                 self._minimise(change, numbers, penalty)
@@ -202,7 +200,7 @@ class _Tuner:
         """
         generator = torch.Generator().manual_seed(0)
         free = {name: weight.clone().requires_grad_() for name, weight in self.weights.items()}
-        squares = dict.fromkeys(free, torch.zeros((), device=self.device))
+        squares = torch.zeros(len(free), device=self.device)
         count = 0
         for batch in batches(self.features, BATCH_QUERIES, self.device):
             valid = batch.relevant | batch.irrelevant
@@ -210,13 +208,10 @@ class _Tuner:
             scores, _ = batch_scores(free, batch)
             total = (scores * signs.to(self.device) * valid).sum()
             gradients = torch.autograd.grad(total, list(free.values()))
-            for name, gradient in zip(free, gradients, strict=True):
-                squares[name] = squares[name] + gradient.square().sum()
+            squares += torch.stack([gradient.square().sum() for gradient in gradients])
             count += int(valid.sum())
-        units = {}
-        for name, square in squares.items():
-            units[name] = MOVES[name] * (count / square.clamp_min(1e-12)).sqrt()
-        return units
+        scales = (count / squares.clamp_min(1e-12)).sqrt()
+        return {name: MOVES[name] * scale for name, scale in zip(free, scales, strict=True)}
 
     def _minimise(self, change: dict[str, Tensor], numbers: Sequence[int], penalty: float) -> None:
         features = self.features_of(numbers)
@@ -243,7 +238,6 @@ class _Tuner:
         optimizer.step(closure)  # type: ignore[no-untyped-call]
 
     def _moved(self, change: dict[str, Tensor]) -> dict[str, Tensor]:
-        moved = {}
-        for name, weight in self.weights.items():
-            moved[name] = weight + self.units[name] * change[name]
-        return moved
+        return {
+            name: weight + self.units[name] * change[name] for name, weight in self.weights.items()
+        }

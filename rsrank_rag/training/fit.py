@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from ..errors import TrainingError
-from ..evaluation.metrics import Rule, selection_measures
+from ..evaluation.metrics import Rule, apply_rule
 from ..language_model.options import has_fast_bfloat16
 from ..method.projection import Projection
 from ..partial_files import write_text
@@ -63,16 +63,17 @@ class FitOptions(BaseModel, extra="forbid", frozen=True):
 
 @dataclass(frozen=True)
 class Epoch:
-    """One epoch: mean loss and terms over its steps, and F1 at zero on the validation queries."""
+    """One epoch: F1 at zero on the validation queries, and mean loss and terms over its steps."""
 
     epoch: int
+    validation_f1: float
     loss: float
+    # In the order of `TERMS`.
     calibration: float
     margin: float
     orthogonality: float
     alignment: float
     frobenius: float
-    validation_f1: float
 
 
 @dataclass(frozen=True)
@@ -137,9 +138,8 @@ def fit(
                 f"The loss is not finite in epoch {number}. Set a smaller fit.learning_rate."
             )
         rows = scored(validation, {"weight": weight.detach()}, device=device, precision=precision)
-        f1 = float(selection_measures(rows, Rule(0.0))["f1"].mean())
-        values = dict(zip(("loss", *TERMS), means.tolist(), strict=True))
-        epoch = Epoch(number, **values, validation_f1=f1)
+        f1 = apply_rule(rows, Rule(0.0)).f1
+        epoch = Epoch(number, f1, *means.tolist())
         history.append(epoch)
         if output is not None:
             log = [json.dumps(asdict(epoch)) + "\n" for epoch in history]

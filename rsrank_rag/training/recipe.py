@@ -152,7 +152,7 @@ def read_toml(source: str, folder: Path, what: str) -> dict[str, Any]:
             f"There is no {what} {source!r}: neither one of {', '.join(known)} nor a TOML file "
             f"({error.strerror}).{nearest(source, known)}"
         ) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise InputError(f"{source} is not valid TOML: {error}") from None
 
 

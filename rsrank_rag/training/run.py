@@ -3,6 +3,7 @@
 Features stay in the output folder, so that the same recipe goes on where it stopped.
 """
 
+import json
 import math
 import shutil
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ from tqdm.auto import tqdm
 
 from ..artifact import hub
 from ..artifact.card import model_card
-from ..artifact.config import INSIDE, BackboneSpec, RSRankConfig, TrainingRecord
+from ..artifact.config import INSIDE, RSRankConfig, TrainingRecord, content_digest
 from ..artifact.identity import describe, folder_of, hashes
 from ..artifact.pretrained import open_model, open_on_torch
 from ..errors import InputError
@@ -31,7 +32,7 @@ from ..method.scoring import ShiftReader
 from ..method.template import PromptTokenizer
 from ..partial_files import replacing, write_text
 from .batches import device_for, scored, split
-from .features import FeatureExtractor, digest
+from .features import FeatureExtractor
 from .fine_tuning import fine_tune
 from .fit import fit
 from .recipe import Recipe
@@ -55,15 +56,13 @@ class Result:
 
 @dataclass(frozen=True)
 class _Model:
-    """A language model, which of its layers B reads, and the artifact that is fine-tuned."""
+    """A language model, and the config of its artifact; with a base, its weights and folder."""
 
     core: Backbone
     prompts: PromptTokenizer
-    spec: BackboneSpec
-    layers: tuple[int, ...]
-    folder: Path = Path()
-    config: RSRankConfig | None = None
+    config: RSRankConfig
     projection: Projection | None = None
+    folder: Path = Path()
 
 
 @dataclass
@@ -94,7 +93,7 @@ class TrainingRun:
     @property
     def layers(self) -> tuple[int, ...]:
         """Layers that B reads; BackboneError where the model does not have them."""
-        return self._model.layers
+        return self._model.config.layers
 
     @cached_property
     def queries(self) -> list[LabelledQuery]:
@@ -123,17 +122,17 @@ class TrainingRun:
 
         Raises:
             RSRankError: The language model cannot be loaded or read, the data are missing or too
-                few, or features or a checkpoint in the output folder belong to something else.
+                few, or features in the output folder belong to something else.
         """
         # Fails before the work, not after it, where ir-measures is missing.
         ranking_measures([])
         device = device_for(self.recipe.model.device)
-        features = on_gpu(self.extract(), device)
+        features = self.extract()
         model = self._model
-        if model.config is None or model.projection is None:
+        if model.projection is None:
             result = self._from_nothing(features, device)
         else:
-            result = self._fine_tuned(features, device, model.config, model.projection)
+            result = self._fine_tuned(features, device, model.projection)
         write_artifact(self.artifact, self._config(result), result.projection, model.folder)
         return result
 
@@ -145,13 +144,12 @@ class TrainingRun:
         """
         queries = self.queries
         model = self._model
-        part = self.recipe.features
         folder = self.output / "features"
         open_folder(folder, self._description())
         paths = [folder / f"{number:05d}.pt" for number in range(len(queries))]
         missing = [number for number, path in enumerate(paths) if not path.exists()]
-        reader = self.reader(model.core, model.prompts, model.layers)
-        extractor = FeatureExtractor(reader, part)
+        reader = self.reader(model.core, model.prompts, self.layers)
+        extractor = FeatureExtractor(reader, self.recipe.features)
         for number in self._bar(missing, desc="features", unit="query"):
             write_features(paths[number], extractor.extract(queries[number]))
         return list(map(read_features, paths))
@@ -173,7 +171,7 @@ class TrainingRun:
                 options = options.model_copy(update={"dtype": "float32"})
             source = ModelSource(recipe.base, load=options, max_length=part.max_length)
             core, prompts, projection = open_on_torch(source, folder, config)
-            return _Model(core, prompts, config.backbone, config.layers, folder, config, projection)
+            return _Model(core, prompts, config, projection, folder)
         core, prompts = open_model(
             part.name,
             part.revision,
@@ -184,35 +182,41 @@ class TrainingRun:
         )
         revision = part.revision or getattr(core.model.config, "_commit_hash", None)
         files = hashes(folder_of(part.name, part.revision))
-        spec = describe(core, prompts, part.name, revision, files)
         last = recipe.features.last_layer or core.num_layers - 1
-        # Layer 0 has the embeddings of tokens, which no document shifts.
-        return _Model(core, prompts, spec, tuple(range(1, last + 1)))
+        config = RSRankConfig(
+            backbone=describe(core, prompts, part.name, revision, files),
+            # Layer 0 has the embeddings of tokens, which no document shifts.
+            layers=tuple(range(1, last + 1)),
+            projection_dim=recipe.fit.projection_dim,
+            template=prompts.template,
+        )
+        return _Model(core, prompts, config)
 
     def _description(self) -> dict[str, Any]:
         """What the features are of, entry by entry.
 
         Value vectors are not compared: they differ a little between devices.
         """
-        core = self._model.core
-        prompts = self._model.prompts
+        model = self._model
+        config = model.config.model_dump(
+            mode="json",
+            include={"backbone", "fusion_layer", "layers", "template"},
+            exclude={"backbone": {"values"}},
+        )
+        queries = [query.model_dump(mode="json") for query in self.queries]
         return {
-            "backbone": self._model.spec.model_dump(mode="json", exclude={"values"}),
-            "bits": bits_of(core.model),
-            "compute_dtype": str(core.dtype),
-            "data": digest(self.queries),
-            "fusion_layer": core.fusion_layer,
-            "layers": self.layers,
-            "max_length": prompts.max_length,
-            "template": prompts.template.model_dump(mode="json"),
+            **config,
+            "bits": bits_of(model.core.model),
+            "compute_dtype": str(model.core.dtype),
+            "data": content_digest(json.dumps(queries)),
             "dtype": self.recipe.features.dtype,
+            "max_length": model.prompts.max_length,
         }
 
     def _fine_tuned(
         self,
         features: Sequence[QueryFeatures],
         device: torch.device,
-        config: RSRankConfig,
         base: Projection,
     ) -> Result:
         """Fine-tuned weights, or the base's if fine-tuning gains nothing or may lose something."""
@@ -224,7 +228,8 @@ class TrainingRun:
             if math.isinf(penalty):
                 what = f"the weights of {recipe.base}"
             self.say(f"{value:.3f} mean of nDCG@5 and F1 at zero on queries held out: {what}")
-        verdict = judge(tuned.before, tuned.after, (config.threshold, 0.0))
+        threshold = self._model.config.threshold
+        verdict = judge(tuned.before, tuned.after, (threshold, 0.0))
         write_text(self.output / "verdict.json", verdict.model_dump_json(indent=2) + "\n")
         settings: dict[str, Any] = {
             "method": "fine-tuning",
@@ -235,24 +240,20 @@ class TrainingRun:
         problem = verdict.problem
         if math.isinf(tuned.penalty):
             problem = "no penalty gained more than a standard error on queries held out"
-        elif problem is None or self.force:
+        elif self.force:
+            problem = None
+        projection = base
+        estimates = verdict.before
+        written = f"the weights of {recipe.base}, unchanged: {problem}"
+        if problem is None:
+            projection = tuned.projection
+            estimates = verdict.after
             written = f"fine-tuned weights, {verdict} on {verdict.queries} queries held out"
-            if config.threshold:
-                written += f"; threshold 0, no longer {config.threshold:g}"
-            return Result(
-                tuned.projection,
-                present_means(measure(tuned.after, 0.0)),
-                settings,
-                f"{written}; penalty {tuned.penalty:g}",
-                verdict,
-            )
-        return Result(
-            base,
-            present_means(measure(tuned.before, config.threshold)),
-            settings,
-            f"the weights of {recipe.base}, unchanged: {problem}",
-            verdict,
-        )
+            if threshold:
+                written += f"; threshold 0, no longer {threshold:g}"
+            written += f"; penalty {tuned.penalty:g}"
+        metrics = {name: estimate.mean for name, estimate in estimates.items()}
+        return Result(projection, metrics, settings, written, verdict)
 
     def _from_nothing(self, features: Sequence[QueryFeatures], device: torch.device) -> Result:
         """B by gradient."""
@@ -281,7 +282,7 @@ class TrainingRun:
     def _config(self, result: Result) -> RSRankConfig:
         model = self._model
         recipe = self.recipe
-        base = model.config
+        config = model.config
         record = TrainingRecord(
             data=tuple(part.title for part in recipe.data),
             seed=recipe.fit.seed,
@@ -289,38 +290,20 @@ class TrainingRun:
             settings=result.settings,
             notes=f"Made by the recipe {recipe.name!r}: {result.written}.",
         )
-        if base is None:
-            return RSRankConfig(
-                backbone=model.spec,
-                layers=model.layers,
-                projection_dim=recipe.fit.projection_dim,
-                template=model.prompts.template,
-                max_length=model.prompts.max_length,
-                license=recipe.license,
-                training=record,
-            )
         if result.projection is model.projection:
-            known = base.training
+            known = config.training
             notes = f"{known.notes} {record.notes}".strip()
             record = record.model_copy(
                 update={"data": known.data, "seed": known.seed, "notes": notes}
             )
-            return base.model_copy(update={"training": record})
+            return config.model_copy(update={"training": record})
         update = {
-            "max_length": recipe.model.max_length or base.max_length,
+            "max_length": model.prompts.max_length,
             "threshold": 0.0,
-            "license": recipe.license or base.license,
+            "license": recipe.license or config.license,
             "training": record,
         }
-        return base.model_copy(update=update)
-
-
-def on_gpu(features: Sequence[QueryFeatures], device: torch.device) -> Sequence[QueryFeatures]:
-    """The features, copied once to a GPU where they take at most half of what is free there."""
-    size = sum(query.shifts.nbytes for query in features)
-    if device.type != "cuda" or size > torch.cuda.mem_get_info(device)[0] / 2:
-        return features
-    return [replace(query, shifts=query.shifts.to(device)) for query in features]
+        return config.model_copy(update=update)
 
 
 def write_artifact(

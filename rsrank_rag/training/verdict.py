@@ -123,15 +123,15 @@ def judge(
     """
     first = measure(before, thresholds[0])
     second = measure(after, thresholds[1])
-    estimates: dict[str, dict[str, Estimate]] = {"before": {}, "after": {}, "difference": {}}
+    verdict = Verdict(queries=len(before), before={}, after={}, difference={})
     for name in MEASURES:
         base = bootstrap(first[name])
         other = bootstrap(second[name])
         if not math.isnan(other[0] - base[0]):
-            estimates["before"][name] = estimate(base)
-            estimates["after"][name] = estimate(other)
-            estimates["difference"][name] = estimate(other - base)
-    return Verdict(queries=len(before), **estimates)
+            verdict.before[name] = estimate(base)
+            verdict.after[name] = estimate(other)
+            verdict.difference[name] = estimate(other - base)
+    return verdict
 
 
 def measure(queries: Sequence[ScoredQuery], threshold: float | None) -> dict[str, Array]:

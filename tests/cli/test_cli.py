@@ -272,7 +272,9 @@ def test_evaluate_takes_several_models_and_writes_one_report(artifact, labelled,
 def test_evaluate_says_before_the_work_that_its_report_cannot_be_written(labelled, tmp_path):
     (tmp_path / "file").write_text("")
     report = str(tmp_path / "file" / "report")
-    result = run("evaluate", "-m", "no such model", "--data", labelled[0], "--report", report, code=1)
+    result = run(
+        "evaluate", "-m", "no such model", "--data", labelled[0], "--report", report, code=1
+    )
     assert "Not a directory" in " ".join(result.stderr.split())
 
 
@@ -300,7 +302,7 @@ def test_evaluate_says_before_the_work_that_its_report_cannot_be_written(labelle
         (
             ["train", "--config", "encoder", "--set", "fit.epoch=1"],
             2,
-            "fit.epoch: Extra inputs are not",
+            "fit.epoch: there is no such",
         ),
         (["score", "-i", "BINARY", "-o", "NEW"], 2, "there is no .jsonl"),
         (["score", "-i", "PAIRS", "-o", "EMPTY"], 1, "File exists"),

@@ -259,8 +259,8 @@ def test_worst_queries_show_the_threshold_between_kept_and_dropped_documents(htm
 
 def test_the_worst_queries_are_those_with_the_lowest_f1(found):
     queries = found.systems[1].sets["first.set"].queries
-    worst = report.worst_queries(queries, count=2)
-    lowest = sorted(query.metrics["f1@tau"] for query in queries)[:2]
+    worst = report.worst_queries(queries)
+    lowest = sorted(query.metrics["f1@tau"] for query in queries)[: report.WORST]
     assert [queries[row].metrics["f1@tau"] for row in worst] == lowest
 
 

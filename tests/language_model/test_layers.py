@@ -275,7 +275,7 @@ def run(*arguments, code=0):
     [
         ("features.last_layer=0", "features.last_layer: Input should be greater than 0"),
         ("features.last_layer=first", "features.last_layer: Input should be a valid integer"),
-        ("features.layers=[1]", "features.layers: Extra inputs are not permitted"),
+        ("features.layers=[1]", "features.layers: there is no such entry"),
     ],
 )
 def test_a_wrong_choice_of_layers_is_one_clear_error(recipe_file, tmp_path, setting, message):

@@ -102,7 +102,7 @@ def test_dense_negatives_are_those_of_scoring_every_document(encoder):
         read,
         options=LoadOptions(device="cpu"),
     )
-    ranker = BiEncoder(encoder, options=LoadOptions(device="cpu"))
+    ranker = BiEncoder(str(encoder), options=LoadOptions(device="cpu"))
     for (_, text, relevant), rows in zip(QUERIES, found, strict=True):
         cosines = ranker.score(text, TEXTS)
         assert [cosines[row] for row in rows] == pytest.approx(

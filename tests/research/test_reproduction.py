@@ -126,7 +126,7 @@ def test_every_shipped_configuration_is_valid(name, data):
     [
         ('name = "x"\nsystems = []', "names neither systems nor ablations"),
         ('name = "x"\nsystems = [{name = "bm25"}]', "names no sets. Pass --data"),
-        ('name = "x"\nfoo = 1\nsystems = [{name = "bm25"}]', "foo: Extra inputs are not permitted"),
+        ('name = "x"\nfoo = 1\nsystems = [{name = "bm25"}]', "foo: there is no such entry"),
         ('name = "x"\nsystems = [{name = "bm52"}]\nsets = [{name = "fiqa"}]', "no system 'bm52'"),
         (
             'name = "x"\nsystems = [{name = "artifact"}]\nsets = [{name = "fiqa"}]',

@@ -116,7 +116,7 @@ def cross_encoder_reference(folder, query, document):
 
 def test_a_cross_encoder_scores_as_one_pair_at_a_time(tmp_path):
     folder = save_cross_encoder(tmp_path)
-    found = CrossEncoder(folder, threshold=0.0, options=CPU)
+    found = CrossEncoder(str(folder), threshold=0.0, options=CPU)
     expected = [cross_encoder_reference(folder, QUERY, text) for text in TEXTS]
     assert max(expected) - min(expected) > 0.01
     assert found.score(QUERY, TEXTS) == pytest.approx(expected, abs=1e-5)
@@ -133,17 +133,17 @@ def test_a_logit_of_zero_is_a_probability_of_one_half(tmp_path):
     kept = {document.index for document in calibrated.rank(QUERY, TEXTS).kept}
     assert calibrated.threshold == 0.0
     assert kept == {i for i, probability in enumerate(probabilities) if probability > 0.5}
-    assert CrossEncoder(folder, options=CPU).threshold is None
+    assert CrossEncoder(str(folder), options=CPU).threshold is None
 
 
 def test_a_classifier_with_several_labels_is_no_reranker(tmp_path):
     with pytest.raises(BackboneError, match="gives 3 numbers a pair"):
-        CrossEncoder(save_cross_encoder(tmp_path, labels=3), options=CPU)
+        CrossEncoder(str(save_cross_encoder(tmp_path, labels=3)), options=CPU)
 
 
 @pytest.mark.parametrize("make", [CrossEncoder, BiEncoder])
 def test_encoders_honour_the_options(make, tmp_path):
-    folder = save_cross_encoder(tmp_path)
+    folder = str(save_cross_encoder(tmp_path))
     half = make(folder, options=LoadOptions(device="cpu", dtype="bfloat16", local_files_only=True))
     assert {parameter.dtype for parameter in half._model.parameters()} == {torch.bfloat16}
     plain = make(folder, options=LoadOptions(device="cpu"))
@@ -169,7 +169,7 @@ def test_a_bi_encoder_gives_queries_and_documents_their_prompts(tmp_path):
         torch.cosine_similarity(*map(torch.tensor, (query, other)), dim=0).item()
         for other in documents
     ]
-    assert BiEncoder(tmp_path / "made", options=CPU).score(QUERY, DOCUMENTS) == pytest.approx(
+    assert BiEncoder(str(tmp_path / "made"), options=CPU).score(QUERY, DOCUMENTS) == pytest.approx(
         expected, abs=1e-5
     )
 

@@ -1,7 +1,6 @@
 """Bi-encoders and cross-encoders of sentence-transformers behind the same contract."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from ...errors import BackboneError, InputError, required
@@ -20,7 +19,7 @@ class BiEncoder(Reranker):
     threshold: float | None = None
 
     def __init__(
-        self, name: str | Path, *, revision: str | None = None, options: LoadOptions | None = None
+        self, name: str, *, revision: str | None = None, options: LoadOptions | None = None
     ) -> None:
         self._model = _load("SentenceTransformer", name, revision, options)
 
@@ -28,8 +27,8 @@ class BiEncoder(Reranker):
         """Cosine of query and document."""
         if not documents:
             return []
-        target = self.encode_queries([query])[0]
-        return [float(score) for score in self.encode_documents(documents) @ target]
+        cosines = self.encode_documents(documents) @ self.encode_queries([query])[0]
+        return [float(cosine) for cosine in cosines]
 
     def encode_queries(self, queries: Sequence[str]) -> Any:
         """Embeddings of length 1, a NumPy array of a row a query."""
@@ -58,7 +57,7 @@ class CrossEncoder(Reranker):
 
     def __init__(
         self,
-        name: str | Path,
+        name: str,
         *,
         threshold: float | None = None,
         revision: str | None = None,
@@ -68,7 +67,7 @@ class CrossEncoder(Reranker):
         self._model = _load("CrossEncoder", name, revision, options)
         if self._model.num_labels != 1:
             raise BackboneError(
-                f"{str(name)!r} is no reranker: it gives {self._model.num_labels} numbers a pair, "
+                f"{name!r} is no reranker: it gives {self._model.num_labels} numbers a pair, "
                 "not one score."
             )
 
@@ -83,7 +82,7 @@ class CrossEncoder(Reranker):
         return [float(score) for score in scores]
 
 
-def _load(kind: str, name: str | Path, revision: str | None, options: LoadOptions | None) -> Any:
+def _load(kind: str, name: str, revision: str | None, options: LoadOptions | None) -> Any:
     sentence_transformers = required(
         "sentence_transformers",
         "Bi-encoders and cross-encoders need sentence-transformers.",
@@ -91,7 +90,6 @@ def _load(kind: str, name: str | Path, revision: str | None, options: LoadOption
     )
     from ...language_model.loading import LOAD_ERRORS
 
-    name = str(name)
     options = options or LoadOptions()
     if options.weights is not None:
         raise InputError(
