@@ -28,7 +28,7 @@ def run(tmp_path, monkeypatch):
     monkeypatch.setattr(few_queries, "table", lambda *_: "a row")
     monkeypatch.setattr(few_queries, "tables", lambda *_: "")
     extract = SimpleNamespace(extract=lambda: list(range(10)))
-    monkeypatch.setattr(few_queries, "TrainingRun", lambda *_, **__: extract)
+    monkeypatch.setattr(few_queries, "ResearchRun", lambda *_, **__: extract)
 
     def run(*more):
         measured.clear()
