@@ -380,7 +380,10 @@ def test_hub_ids_of_every_kind_are_loaded_from_the_hub(tmp_path, own_code):
         for name, files in published.items():
             hub.commit(name, files)
         options = LoadOptions(
-            "cpu", "float32", cache_dir=tmp_path / "cache", trust_remote_code=True
+            device="cpu",
+            dtype="float32",
+            cache_dir=tmp_path / "cache",
+            trust_remote_code=True,
         )
         found = {
             text: load_system(text, options=options)
