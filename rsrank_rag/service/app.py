@@ -50,7 +50,7 @@ ERRORS = (400, 401, 404, 408, 413, 422, 429, 500, 503, 504)
 
 
 def _schema(body: Any) -> str:
-    """Whose schema a request has that several share a path with."""
+    """The name of the schema of a request to a path that several schemas share."""
     for name, schema in (("texts", "TEI"), ("passages", "NVIDIA")):
         if isinstance(body, dict) and name in body:
             return schema
@@ -95,7 +95,8 @@ def create_app(backend: Scheduler, settings: Settings | None = None) -> FastAPI:
                     "so there is nothing by which to drop documents."
                 )
         except RSRankError as error:
-            # Whoever started the app shows the error better than a server's traceback.
+            # The caller that started the app reads the error here, because uvicorn and Ray Serve
+            # only log it.
             app.state.failure = error
             raise
         yield
@@ -181,7 +182,7 @@ class _Service:
         return others.ModelList(data=[await self.model("")])
 
     async def model(self, name: str) -> others.ModelCard:
-        """The model that is served, whatever it is called: Xinference."""
+        """The model that is served, under any name. Clients of Xinference ask for it."""
         return others.ModelCard(id=self.backend.description.name, created=self.created)
 
     async def info(self) -> Info:
@@ -203,7 +204,7 @@ class _Service:
         return {"status": "ok"}
 
     async def auth(self) -> dict[str, bool]:
-        """Whether requests need a key: Xinference."""
+        """Whether requests need a key. Clients of Xinference ask for it."""
         return {"auth": self.settings.closed}
 
     async def ready(self) -> dict[str, str]:

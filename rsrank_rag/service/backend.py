@@ -20,7 +20,8 @@ class Outcome:
         query_truncated: Whether only the first and the last part of the query were read.
         explanation: The score taken apart, where that was requested.
         fault: The kind of error; None where there is a score.
-        error: What follows the document's name in a message; about a query, a whole sentence.
+        error: The rest of a sentence that begins with the document's name, such as "scored nan.".
+            An error about the query is a whole sentence.
     """
 
     scored: Scored | None

@@ -36,7 +36,7 @@ Work = Callable[[Reranker, list[Any]], list[Any]]
 
 
 class Engine:
-    """A reranker that answers for each pair alone: an error on one pair is no other pair's.
+    """A reranker for which an error on one pair does not affect the other pairs of a call.
 
     Every method raises DeviceLostError if nothing more can be scored in this process.
     """
@@ -46,7 +46,7 @@ class Engine:
         self.name = name
 
     def describe(self, canary: Canary | None) -> Description:
-        """What is served, with what is wrong with how it ranks the canary."""
+        """The model that is served. Its complaint says if the canary was ranked wrongly."""
         reranker = self.reranker
         try:
             max_tokens = reranker.token_ends("")[1]
@@ -74,9 +74,10 @@ class Engine:
         )
 
     def cut(self, documents: Sequence[tuple[Pair, Segment | None]]) -> list[Parts | Outcome]:
-        """The parts of the next segment of each document, or why there are none.
+        """The parts of the next segment of each document, or the outcome of an error.
 
-        With each document comes the segment before that one.
+        Args:
+            documents: Each document with its last segment that was cut; None at its beginning.
         """
         return self._each(documents, [pair for pair, _ in documents], _parts)
 
@@ -102,10 +103,13 @@ class Engine:
         return [Outcome(Scored(one.score, one.truncated), explanation=one) for one in explained]
 
     def _each(self, items: Sequence[Any], pairs: Sequence[Pair], work: Work) -> list[Any]:
-        """What ``work`` gives for each item, or the Outcome of an item on which it fails.
+        """Call ``work`` on the items. An item on which ``work`` fails gets an Outcome instead.
 
-        Each item has a pair. The items of one query stay together, because most faults are a
-        query's.
+        Args:
+            items: What ``work`` takes.
+            pairs: The pair of each item. Items of the same query stay together, because most
+                errors are about a query.
+            work: Gives one value for each item.
         """
         places = sorted(range(len(items)), key=lambda n: (pairs[n].salt, pairs[n].query))
         results: dict[int, Any] = {}
@@ -118,7 +122,7 @@ class Engine:
 
 
 def _halved(reranker: Reranker, items: list[Any], work: Work) -> list[Any]:
-    """As `Engine._each`, with one reranker. Items that fail together are tried in halves."""
+    """As `Engine._each`, with one reranker. If a call fails, each half of its items is tried."""
     try:
         values = work(reranker, items)
         return [value for _, value in zip(items, values, strict=True)]
@@ -145,7 +149,7 @@ def _check_process(error: BaseException) -> None:
 
 
 def _with_fitting_queries(reranker: Reranker, pairs: Sequence[Pair]) -> list[Pair]:
-    """The pairs, with queries cut that are too long and may be cut."""
+    """The pairs. A query that is too long is cut if its pair allows it."""
     queries = {pair.query: reranker.fit_query(pair.query) for pair in pairs if pair.cut_query}
     return [replace(pair, query=queries.get(pair.query, pair.query)) for pair in pairs]
 

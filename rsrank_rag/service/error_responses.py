@@ -93,11 +93,12 @@ def answer_errors(app: FastAPI) -> None:
 
 
 def _validation_message(errors: Sequence[Any]) -> tuple[str, dict[int, str]]:
-    """A sentence about one field with an error, and the error by document.
+    """A sentence about one field with an error, and the errors of documents by their number.
 
-    Nothing of what the client sent is repeated.
+    The sentence repeats nothing that the client sent.
     """
-    # The innermost: of an object in the place of a text, what is wrong in the object.
+    # The error with the longest location. If an object was sent where a text may stand, this error
+    # is about a field of the object.
     first = max(errors, key=lambda error: len(_field(error)))
     if first["type"] == "json_invalid":
         return f"The body is not JSON: {first['ctx']['error']}.", {}

@@ -1,8 +1,8 @@
-"""What waits before the model: clients, their documents, and items that the model cuts or runs.
+"""What waits for the model: clients, their documents, and items that the model cuts or runs.
 
-Clients share the model's time by fair queueing. Each client has a clock of the tokens that it has
-had, and the client whose clock is furthest behind is next. A client that comes anew starts with a
-small credit.
+Clients share the model's time by fair queueing. For each client, the queue counts the tokens that
+the model has run for it. The client with the smallest count is next. A new client starts with the
+count of the client that was served last, less a small credit.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from ..reranker import Pair
 from .backend import Outcome
 from .engine import Parts
 
-# Characters that are cut in the time in which one token is run, about: `mini` on two cores.
+# Characters that are cut in the time that one token takes: about that of `mini` on two cores.
 CHARACTERS_CUT_PER_TOKEN = 100
 
 
@@ -29,7 +29,7 @@ class QueueLimits:
 
     Attributes:
         documents: Documents that may wait; `OverloadedError` answers a request beyond that.
-        batch_seconds: What a batch should take: about the longest wait for a new client's turn.
+        batch_seconds: Seconds that a batch should take. A new client waits about so long at most.
         hang_seconds: Seconds without an answer after which the model's process is replaced.
     """
 
@@ -46,13 +46,14 @@ class QueueDocument:
         client: Who waits for it.
         pair: The document and its query.
         explain: Whether its score is to be taken apart.
-        arrived: On the event loop's clock.
-        cost: Tokens, by estimate.
-        answer: Done when all parts have a score, or one has none.
-        segment: The last one that was cut.
-        spans: Of all parts that are known.
-        items: Parts that have no outcome yet, in their order; last the rest, if any, to be cut.
-        outcomes: Of the first parts.
+        arrived: When the request came, on the event loop's clock.
+        cost: An estimate of the document's tokens.
+        answer: Done when every part has a score, or when a part has an error.
+        segment: The last segment that was cut.
+        spans: Where the parts that were cut begin and end.
+        items: Parts without an outcome, in their order. If the document is not cut to its end, the
+            last item is the rest of it.
+        outcomes: The outcomes of the other parts, in their order.
     """
 
     client: "QueueClient"
@@ -74,7 +75,7 @@ class QueueDocument:
         self.items.append(QueueItem(self, None, cost))
 
     def take_parts(self, parts: Parts) -> None:
-        """Replace the rest by the parts of the next segment, and what is behind them."""
+        """Replace the rest of the document by the parts of the next segment, and a new rest."""
         self.items.pop()
         self.segment, costed = parts
         self.spans += self.segment.spans
@@ -85,7 +86,7 @@ class QueueDocument:
             self.answer.set_result(None)
 
     def take_outcome(self, outcome: Outcome) -> None:
-        """Replace the first item by its outcome. If it has no score, the document has none."""
+        """Replace the first item by its outcome. After an error, the document is answered."""
         if not self.answer.done():
             self.items.popleft()
             self.outcomes.append(outcome)
@@ -97,7 +98,7 @@ class QueueDocument:
         self.take_outcome(Outcome(None, fault="internal", error=error))
 
     def outcome(self) -> Outcome:
-        """Why the document has no score, or its outcome from those of its parts."""
+        """The document's outcome: the error of a part, or what the parts' scores combine to."""
         parts = [one.scored for one in self.outcomes if one.scored is not None]
         if len(parts) < len(self.outcomes):
             return self.outcomes[-1]
@@ -112,7 +113,8 @@ class QueueItem:
     Attributes:
         document: The document.
         part: The part, as a pair that is read whole.
-        cost: Tokens that the model runs, or would run in the time in which the item is cut.
+        cost: Tokens that the model runs for a part. For a rest, the tokens that the model would run
+            in the time that the cutting takes.
         deaths: How often the model's process died on the item.
     """
 
@@ -123,7 +125,7 @@ class QueueItem:
 
     @property
     def is_alone(self) -> bool:
-        """Whether the item is a batch by itself."""
+        """Whether the item must be the only one of its batch."""
         return self.deaths > 0 or self.document.explain
 
 
@@ -132,8 +134,8 @@ class QueueClient:
     """A client's work, first come, first served.
 
     Attributes:
-        served: Tokens that the client has had, on a clock that all clients share.
-        documents: Those of requests without an answer, in their order; the values mean nothing.
+        served: Tokens that were run for the client, and what it started with.
+        documents: Documents of requests without an answer, in their order. The values are unused.
     """
 
     served: float
@@ -141,11 +143,11 @@ class QueueClient:
 
     @property
     def cost(self) -> int:
-        """Tokens of all documents, by estimate."""
+        """An estimate of the tokens of all documents."""
         return sum(document.cost for document in self.documents)
 
     def turns(self) -> Iterator[tuple[float, QueueItem]]:
-        """Items in their order, each after the tokens that the client has had before it."""
+        """The client's items in their order, each with what ``served`` is before the item."""
         served = self.served
         for document in self.documents:
             if not document.answer.done():
@@ -155,12 +157,12 @@ class QueueClient:
 
 
 class FairQueue:
-    """The clients with work, and the clock that they share.
+    """The clients with work.
 
     Attributes:
-        clients: By name.
-        clock: Tokens that the client of the last item had had when the item was taken.
-        credit: Tokens by which a client that has asked for little is ahead of others.
+        clients: The clients by name.
+        clock: The largest count of tokens that a client had when an item of it was taken.
+        credit: Tokens below ``clock`` at which a new client starts.
     """
 
     def __init__(self) -> None:
@@ -208,23 +210,23 @@ class FairQueue:
         return sum(document.answer.cancel() for document in documents)
 
     def next_batch(self, tokens: int) -> list[QueueItem]:
-        """Items of whichever client has had the least, up to so many tokens.
+        """Items of the clients with the smallest counts, up to so many tokens.
 
         The items of a batch are either all to be cut or all to be run. They stay in the queue until
-        their documents take in the results, and their clients pay for them now.
+        their documents have the results. Their costs are added to their clients' counts now.
         """
         batch: list[QueueItem] = []
         turns = [client.turns() for client in self.clients.values()]
         for _, item in heapq.merge(*turns, key=itemgetter(0)):
             if batch:
                 is_full = item.cost > tokens or item.is_alone or batch[0].is_alone
-                # Whoever asks for little need not wait for the items of whoever asks for much.
+                # The requests of a light client do not wait for items of a heavy client.
                 lead = item.document.client.served - batch[0].document.client.served
                 if is_full or lead > self.credit / 2:
                     break
             batch.append(item)
             tokens -= item.cost
-        # What is not cut yet is cut before anything of the batch is run.
+        # If the batch has items to cut, only these are taken.
         batch = [item for item in batch if item.part is None] or batch
         for item in batch:
             client = item.document.client
@@ -233,7 +235,7 @@ class FairQueue:
         return batch
 
     def give_up(self) -> None:
-        """Answer all that waits: there is no model and will be none."""
+        """Cancel the answers of all documents, because there will be no model."""
         for client in self.clients.values():
             for document in client.documents:
                 document.answer.cancel()

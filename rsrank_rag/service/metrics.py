@@ -18,21 +18,21 @@ from .scheduler import Scheduler
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 COUNTERS = {
-    "documents": "Documents scored, or without a score.",
-    "failed_documents": "Documents without a score.",
+    "documents": "Documents that were scored or got an error.",
+    "failed_documents": "Documents that got an error instead of a score.",
     "truncated_documents": "Documents whose end was not read.",
-    "cancelled_documents": "Documents whose request went away before its answer.",
+    "cancelled_documents": "Documents whose client left, or whose request was late.",
     "refused_requests": "Requests refused because the queue was full, or too long for their time.",
     "late_requests": "Requests that were not answered in time.",
     "tokens": "Tokens read.",
     "restarts": "Times that the model's process was replaced.",
     "prefix_misses": "Documents whose prefix was not cached.",
-    "prefix_evictions": "Prefixes that had to leave the cache.",
+    "prefix_evictions": "Prefixes that were removed to make room.",
     "prefix_corrupt": "Damaged files of prefixes.",
     "prefix_write_errors": "Prefixes that could not be written to disk.",
 }
-"""Counters of `Scheduler.stats`, to whose names Prometheus adds ``_total``. Those of the prefix
-cache are without ``prefix_`` there."""
+"""Counters by name, without the ``_total`` that Prometheus adds. `Scheduler.stats` names those of
+the prefix cache without ``prefix_``."""
 
 
 class Metrics(Collector):

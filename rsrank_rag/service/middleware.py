@@ -62,7 +62,7 @@ class Settings(BaseModel, extra="forbid", frozen=True, hide_input_in_errors=True
     """What the service allows, and how it answers unless a request says otherwise.
 
     Attributes:
-        api_keys: Any of them opens the service. Without keys and a file, the service is open.
+        api_keys: A request needs one of these keys. Without keys and a file, it needs none.
         api_key_file: More keys, one a line; read again when the file changes.
         separate_clients: Clients do not share cached prefixes.
         allowed_hosts: Names by which clients may call the service; see `is_own_name`.
@@ -193,7 +193,7 @@ class RequestMiddleware:
         try:
             await self._app_for(scope, headers, key)(scope, body, send_marked)
         except asyncio.CancelledError:
-            # By the server, whose time to end is up.
+            # The server cancels what is not answered when its time to stop is over.
             self.metrics.unanswered += 1
             failure = error_response(503, "The service has ended.")
         except Exception:
@@ -212,7 +212,7 @@ class RequestMiddleware:
             text = "This service has another name. Its operator can add this one: --allowed-host."
             return error_response(421, text)
         if "transfer-encoding" in headers and "content-length" in headers:
-            # A proxy may have read another end of the request.
+            # A proxy before the service may have used the other header (request smuggling).
             text = "A request has Content-Length or Transfer-Encoding, not both."
             return error_response(400, text, headers={"Connection": "close"})
         if key or not self.settings.closed or scope["path"] in OPEN:
@@ -224,9 +224,10 @@ class RequestMiddleware:
 def is_own_name(host: str, settings: Settings) -> bool:
     """Whether a request may call the service by this name.
 
-    A page of another site can let a name of its own lead to this service, and then send requests
-    from a visitor's browser. Such a page has no key, so with keys and no list every name will do.
-    Nor can it own an address, or a name that is none of the public ones.
+    The check is against DNS rebinding: a page of another site lets its own public name point to
+    this service, and then sends requests from a visitor's browser. So addresses and names that are
+    not public are accepted. If the service has keys and no list of names, every name is accepted,
+    because such a page has no key.
 
     >>> hosts = ("127.0.0.1:8080", "[::1]", "rsrank", "a.local", "evil.example")
     >>> tuple(is_own_name(host, Settings()) for host in hosts)
@@ -258,7 +259,7 @@ class _Body:
 
     async def __call__(self) -> Message:
         if self._is_complete:
-            # The next message is that the client has left, at any time.
+            # After the body, only the message comes that the client has left.
             return await self._receive()
         settings = self._middleware.settings
         try:

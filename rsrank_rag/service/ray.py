@@ -13,7 +13,7 @@ with needs("The service on Ray needs {}.", "ray", "ray"):
 
 
 class _Replica:
-    # Serve sets it.
+    # Ray Serve sets this attribute.
     app: FastAPI
 
     def check_health(self) -> None:

@@ -3,11 +3,11 @@
 The queue holds small items with a known cost. An item is one part of one document for one query,
 such as a window; its cost is the number of tokens that the model runs in the same time. A batch
 holds items of the clients that have had the least, and as many tokens as the model runs in a tenth
-of a second. So no request holds the model for long, whatever its size. What nobody waits for any
-more leaves between two batches.
+of a second. So no request holds the model for long, whatever its size. The items of a request that
+was cancelled are never run.
 
-Documents are cut into parts shortly before their turn, a segment at a time, by the model's process.
-The rest of a document waits as an item, too.
+The model's process cuts a document into parts shortly before its turn, one segment after another.
+The part of the document that is not cut yet waits as an item, too.
 
 If the process dies, another one takes its place and the batch's items run again, each alone. An
 item that kills the process twice is answered with an error.
@@ -38,8 +38,8 @@ FIRST_SPEED = 5_000.0
 # other programs use for some seconds does not make the model seem slow.
 BATCHES_TIMED = 200
 
-# Share of a request's time that the work before it and its own may take. The rest is for requests
-# of others that come later.
+# A request is taken if its own work and the work before it are expected to take at most this share
+# of its timeout. The rest is for requests of other clients that come later.
 SHARE = 0.5
 
 # Seconds of the model's time by which a client that asks for little is ahead of one that asks for
@@ -105,7 +105,7 @@ class Scheduler:
         return self._trouble or getattr(self.model.description, "complaint", None)
 
     def stats(self) -> Counter[str]:
-        """Counters and levels, see `metrics`, and those of the reranker."""
+        """The scheduler's and the reranker's numbers, by name; `metrics` describes each of them."""
         stats = Counter({**self._counts, **self._model_stats})
         stats["waiting"] = sum(self._queue.waiting.values())
         stats["tokens_per_second"] = int(self._speed)
@@ -113,12 +113,12 @@ class Scheduler:
 
     @property
     def _speed(self) -> float:
-        """Tokens a second."""
+        """Tokens that the model runs in a second."""
         return statistics.median(self._speeds) if self._speeds else FIRST_SPEED
 
     @property
     def _batch_tokens(self) -> int:
-        """Tokens that a batch may have. After a slow batch comes a small one."""
+        """Tokens that a batch may have. After a slow batch, the next one is smaller."""
         speeds = [self._speed, *self._speeds]
         return max(1, int(min(speeds[0], speeds[-1]) * self.limits.batch_seconds))
 
@@ -210,19 +210,20 @@ class Scheduler:
         waiting = self._queue.waiting
         total = sum(waiting.values())
         reason, seconds = "", 0.0
-        # A client may fill what it leaves free for others.
+        # A client's own documents count twice, so that no client can fill the queue alone.
         if total + waiting.get(client, 0) + len(costs) > self.limits.documents:
             reason = f"{len(costs):,} more"
         elif timeout is not None and self._speeds:
             costs_by_client = {name: self._queue.clients[name].cost for name in waiting}
             cost = costs_by_client.get(client, 0) + sum(costs)
             costs_by_client[client] = cost
-            # Others may ask for as much as this client, or double what waits.
+            # By the time of the answer, every other client may have had as much work done as this
+            # client, but hardly more than twice the work that waits now.
             ahead = min(len(costs_by_client) * cost, 2 * sum(costs_by_client.values()))
             seconds = ahead / self._speed - SHARE * timeout
             if seconds > 0:
                 reason = f"an answer in {timeout:.4g} seconds"
-        # Before an idle model, a request of any size is taken.
+        # If nothing waits, a request of any size is taken.
         if total and reason:
             self._counts["refused_requests"] += 1
             raise OverloadedError(
@@ -274,7 +275,7 @@ class Scheduler:
                 item.document.take_parts(result)
 
     async def _score(self, batch: Sequence[QueueItem]) -> None:
-        """Have the model's process run parts, and take in their outcomes and the speed."""
+        """Have the model's process score parts, and note their outcomes and the model's speed."""
         pairs = [item.part for item in batch]
         outcomes, self._model_stats = await self.model.call("run", pairs, batch[0].document.explain)
         seconds = self.model.seconds

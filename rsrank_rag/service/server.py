@@ -34,8 +34,8 @@ HEAD_BYTES = 16_384
 # Seconds that a request in flight has beyond its timeout, when the service stops.
 GRACE = 5
 
-# Seconds at the end in which connections are made that have begun to be made, and in which a client
-# that is connected may still send its last request.
+# Seconds at the end. First, clients that have begun to connect may finish (LAST_CONNECTIONS). Then
+# clients that are connected may send a last request (LAST_REQUESTS).
 LAST_CONNECTIONS = 0.3
 LAST_REQUESTS = 1.5
 
@@ -134,16 +134,20 @@ class Server(uvicorn.Server):
 
 
 def connection_limit(wanted: int) -> int:
-    """How many connections there may be, so that files are left for everything else."""
+    """The number of connections that the process can hold; at most ``wanted``.
+
+    Each connection takes a file descriptor, and `SPARE_FILES` descriptors are for other files.
+    """
     files = os.sysconf("SC_OPEN_MAX") if hasattr(os, "sysconf") else -1
     return min(wanted, max(16, files - SPARE_FILES)) if files > 0 else wanted
 
 
 def take_no_connections(listener: socket.socket) -> None:
-    """Let no new connection be made on Linux; elsewhere do nothing.
+    """Ignore attempts to connect, on Linux; elsewhere do nothing.
 
-    Clients that ask for one try again after a second. Then nobody listens, so they are refused,
-    and know that no request of theirs was taken. Connections that have been made can be accepted.
+    A client that tries to connect tries again after a second. By then the listener is closed, so
+    the client is refused and knows that no request was taken. Connections that are complete can
+    still be accepted.
     """
     if sys.platform == "linux":
         memory = ctypes.create_string_buffer(NO_NEW_CONNECTIONS)

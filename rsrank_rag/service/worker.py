@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 # Seconds for the first load, which may download a model of many gigabytes.
 FIRST_LOAD = 1800.0
 
-# Seconds for a later load, and how often the time of the first one that load may take besides.
+# A later load may take LATER_LOAD seconds, plus TIMES_FIRST times the seconds of the first load.
 # The files are on disk then, but the machine may be busy.
 LATER_LOAD = 60.0
 TIMES_FIRST = 5.0
@@ -123,7 +123,7 @@ class ModelProcess:
     Attributes:
         description: The model; None before the first load.
         seconds: What the last call took.
-        hangs: Whether the process has been silent for long.
+        hangs: Whether a call has had no answer for a tenth of its time limit.
     """
 
     make: Callable[[], Reranker]

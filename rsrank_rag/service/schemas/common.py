@@ -159,12 +159,12 @@ def _refuse_instruction(text: str | None) -> None:
 
 
 class ScoringRequest(Strict, ABC):
-    """A request for the scores of documents for one query, with the options that all may have.
+    """A request for the scores of documents for one query, with the options of all schemas.
 
-    A subclass's field must not have the name of a method or property here. If clients send such a
-    name (``answer``), give the field another name, and this one as its ``validation_alias``.
+    A field of a subclass must not have the name of a method or property of this class. If clients
+    send such a name (``answer``), give the field another name and a ``validation_alias``.
 
-    ``explain``: whether the scores are to be taken apart.
+    ``explain`` says whether the answer explains the scores.
     """
 
     explain: ClassVar = False
@@ -238,7 +238,7 @@ class ScoringRequest(Strict, ABC):
         return default if self.raw_scores is None else not self.raw_scores
 
     def check(self, outcomes: Sequence[Outcome]) -> None:
-        """Raise the error response of a request of which a document has no score, or was cut."""
+        """Raise an error response if a document has no score, or was cut and may not be."""
         faults = {n: one.error for n, one in enumerate(outcomes) if one.scored is None}
         is_internal = all(one.fault == "internal" for one in outcomes)
         status = 500 if is_internal else 422
