@@ -30,6 +30,10 @@ BUILTIN = Path(__file__).parents[1] / "models"
 
 DEFAULT_LOADING = LoadOptions()
 
+# Bytes that the header of B's file may have. It names three tensors at most, and a header of many
+# megabytes takes seconds and gigabytes to parse.
+HEADER_BYTES = 100_000
+
 
 def builtin_names() -> list[str]:
     """The names of the models that ship inside the package."""
@@ -136,6 +140,10 @@ def read_weights(folder: Path, config: RSRankConfig) -> Weights:
     """
     path = folder / PROJECTION
     try:
+        with path.open("rb") as start:
+            length = int.from_bytes(start.read(8), "little")
+        if length > HEADER_BYTES:
+            raise SafetensorError(f"its header has {length:,} bytes")
         with safe_open(path, framework="np") as file:
             written = (file.metadata() or {}).get("sha256")
             tensors = {name: file.get_tensor(name) for name in list(file.keys())}

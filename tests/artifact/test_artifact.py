@@ -680,6 +680,12 @@ DAMAGES = {
         ),
         ["empty0", "do not belong together", "Download the artifact again"],
     ),
+    "a header of a megabyte": (
+        lambda folder: save_file(
+            {f"empty{number}": torch.zeros(0) for number in range(20_000)}, folder / PROJECTION
+        ),
+        ["its header has", "Download the artifact again"],
+    ),
     "B by another name": (
         change_b(name="B"),
         ["holds 'B' of shape", "do not belong together"],
