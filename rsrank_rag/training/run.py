@@ -288,7 +288,7 @@ class TrainingRun:
             seed=recipe.fit.seed,
             metrics={"held out": result.metrics},
             settings=result.settings,
-            notes=f"Made by the recipe {recipe.name!r}: {result.written}.",
+            notes=f"Made by rsrank train: {result.written}.",
         )
         if result.projection is model.projection:
             known = config.training

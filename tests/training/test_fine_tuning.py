@@ -320,7 +320,7 @@ def test_what_was_known_of_the_base_is_known_of_its_copy(train, fused, tmp_path)
     tuned = hub.read_config(tmp_path / "run" / "artifact")
     assert kept.model_copy(update={"training": known}) == config
     assert kept.training.data == ("tides",)
-    assert kept.training.notes.startswith("By hand. Made by the recipe")
+    assert kept.training.notes.startswith("By hand. Made by rsrank train: the weights of ")
     assert (tuned.int8, tuned.training.data) == (True, ("own",))
 
 
