@@ -147,7 +147,8 @@ class RSRankRetriever(BaseRetriever, extra="forbid"):
     """A retriever with a compressor after it: retrieve many documents, keep the relevant ones.
 
     Of the keywords given to ``invoke``, the compressor gets ``threshold``, ``top_n`` and
-    ``min_docs``, and the base retriever gets the others. A keyword that neither takes is an error.
+    ``min_docs``, and the base retriever gets the others. A keyword that neither takes is a
+    TypeError, and so is one that looks like one of the three with a typing error.
     """
 
     base_retriever: RetrieverLike

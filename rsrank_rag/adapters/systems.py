@@ -35,7 +35,10 @@ class Kind:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def form(self, name: str) -> str:
-        """How it is written, such as ``llm2vec-gen[:NAME]``."""
+        """How users write a system of this kind, such as ``bm25`` or ``cross-encoder:NAME``.
+
+        ``[:NAME]`` says that the name of a model may be left out.
+        """
         if self.default is None:
             return f"{name}:NAME"
         return f"{name}[:NAME]" if self.default else name

@@ -188,7 +188,7 @@ def _digests(config_digest: str, tensors: dict[str, Array]) -> str:
 def write_artifact(
     folder: Path, config: RSRankConfig, projection: "Projection | Weights", card: str
 ) -> None:
-    """Write the three files of an artifact into an existing folder."""
+    """Write config.json, projection.safetensors and README.md into an existing folder."""
     (folder / CONFIG).write_text(config.model_dump_json(indent=2) + "\n", encoding="utf-8")
     tensors = {}
     for name, weight in projection.state_dict().items():

@@ -57,7 +57,13 @@ def read_keys(environment: str) -> tuple[str, ...]:
 
 
 def prefix_choice(size: str | None, folder: Path | None) -> Choice:
-    """What ``--prefix-cache`` and ``--prefixes`` mean together."""
+    """The prefix cache for ``--prefix-cache`` (size) and ``--prefixes`` (folder).
+
+    Without a folder it is a number of bytes, False for a size of 0, or True for the default size.
+
+    Raises:
+        InputError: ``size`` is no size.
+    """
     if folder is not None:
         device = None if size is None else as_bytes(size)
         return PrefixCache(device=device, folder=str(folder))

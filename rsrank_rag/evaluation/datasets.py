@@ -83,6 +83,8 @@ def read_labelled(path: str | Path) -> list[LabelledQuery]:
 def read_lines(path: Path) -> Iterator[tuple[str, bytes]]:
     """The lines of a file that are not blank, each with its place for messages.
 
+    A file whose name ends in ``.gz`` is decompressed.
+
     Raises:
         InputError: The file cannot be read.
     """

@@ -101,9 +101,9 @@ class Backbone(LanguageModel):
             yield
 
     def frozen(self, projection: Any) -> Projection | Weights:
-        """B on the device, without gradients: a copy, unless it is so already.
+        """B on the model's device, without gradients.
 
-        The caller may be training the original.
+        It is a copy where B is elsewhere or has gradients, because the caller may be training B.
         """
         frozen: Projection = projection
         if frozen.weight.requires_grad or frozen.weight.device != self.device:
@@ -230,10 +230,10 @@ class Backbone(LanguageModel):
         return [bool(window) and kind == "sliding_attention" for kind in kinds]
 
     def reach(self, layer: int) -> int | None:
-        """How many positions back a token's values at a layer can know of a document.
+        """How many positions before a token can change the token's value vector at a layer.
 
-        None if there is no limit. Values have passed all layers from the fusion layer on, each of
-        which carries as far as its window.
+        Each layer from the fusion layer to the one before ``layer`` adds its window, less one
+        position. None if there is no limit, because one of them attends to all positions.
         """
         passed = self._sliding[self.fusion_layer : layer]
         if not self.causal or not all(passed):

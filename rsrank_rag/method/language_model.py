@@ -127,7 +127,7 @@ class LanguageModel(ABC):
         return projection
 
     def reach(self, layer: int) -> int | None:
-        """How many positions back a token's values at a layer can know of a document.
+        """How many positions before a token can change the token's value vector at a layer.
 
         None if there is no limit.
         """

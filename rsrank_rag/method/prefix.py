@@ -85,7 +85,10 @@ class Prefixes:
 
     @classmethod
     def join(cls, prefixes: Sequence[Prefix], query_slots: int) -> Self:
-        """Join single prefixes, with at least so many query slots."""
+        """Join single prefixes into one batch, padded at their ends with zeros.
+
+        Query slots and the longest prefix are rounded up to a multiple of `KEY_MULTIPLE`.
+        """
         slots = padded_length(query_slots)
         lengths = tuple(len(prefix) for prefix in prefixes)
         _, layers, heads, _, dim = prefixes[0].states.shape

@@ -77,9 +77,11 @@ class ShiftReader:
         """Give the shifts of a batch to ``consume``, one layer after the other.
 
         Returns:
-            Similarity, (N, 1 + T) float64: the cosine of document and query, each alone, of what
-            enters the fusion layer, pooled; then the `maxsim` of each query token there, divided
-            by the number of tokens. Zeros without a fusion layer.
+            Similarity, (N, 1 + T) float64, zeros without a fusion layer. Column 0 is the cosine
+            of two vectors: the mean of the document's states and the mean of the query's states
+            that enter the fusion layer, when each text is run alone. Each other column is for a
+            token of the query: its best cosine with a token of the document (`maxsim`), divided
+            by the number of query tokens. So these columns add up to MaxSim.
         """
         queries = list(dict.fromkeys(row.query for row in rows))
         # The documents' rows, and a null row for each query below them.

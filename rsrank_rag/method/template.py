@@ -204,7 +204,10 @@ class PromptTokenizer:
         return [stop for _, stop in encoded.offsets], self.document_limit(0)
 
     def too_long(self, documents: Sequence[str]) -> list[bool]:
-        """Whether each document has more tokens than are read of it with a short query."""
+        """Whether each document has more tokens than are read of it beside a short query.
+
+        A query is short if it takes at most `QUERY_RESERVE` tokens or a quarter of the positions.
+        """
         limit = self.document_limit(0)
         return [len(ids) > limit for ids in self._document_ids(documents)]
 
@@ -256,7 +259,11 @@ class PromptTokenizer:
 
     @property
     def query_limit(self) -> int:
-        """Tokens that a query may have, beside the template and one token of a document."""
+        """The most tokens that a query may have.
+
+        The template's tokens around the query are subtracted from the model's positions. If
+        documents share the positions, so are those around the document and one token of it.
+        """
         taken = len(self._query_start) + len(self._suffix)
         return self.max_length - taken - (self.overhead + 1 if self.shared_positions else 0)
 

@@ -56,8 +56,12 @@ def score_in_parts(
         token_ends: As `Reranker.token_ends`.
         score: Scores pairs whose documents are read whole.
 
+    Returns:
+        One `Scored` for each pair, in input order.
+
     Raises:
         InputError: A document cannot be read as its pair says.
+        MissingDependencyError: Sentences are wanted, and sentencex is not installed.
         ScoringError: A part could not be scored; the position of its pair is given.
     """
     spans = [spans_of(pair, token_ends) for pair in pairs]

@@ -267,6 +267,8 @@ class CachedPrefixes:
     ) -> None:
         """Run documents and put their prefixes on disk, and nowhere else.
 
+        A prefix with numbers that are too large for 8 bits is not written, without an error.
+
         Args:
             documents: Token ids.
             backbone: The model.

@@ -45,7 +45,7 @@ class Transport:
 
     Attributes:
         base_url: Address of the service.
-        api_key: Key to send; None for that of the environment at the time of a request.
+        api_key: Key to send. If None, each request reads it from ``RSRANK_API_KEY``.
         timeout: Seconds for a request with all its retries.
         max_retries: How often a request is repeated after a transient failure.
     """

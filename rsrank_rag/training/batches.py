@@ -167,7 +167,10 @@ def split(count: int, validation: float, seed: int = 0) -> tuple[list[int], list
 
 
 def folds(count: int, parts: int) -> list[list[int]]:
-    """Numbers of the queries that are left out, one list for each fold.
+    """Numbers of the queries that are left out of training, one list for each fold.
+
+    There are ``parts`` folds, but no more than queries. Each query is left out once. The order is
+    random, with a fixed seed.
 
     Raises:
         TrainingError: There are fewer than two queries.

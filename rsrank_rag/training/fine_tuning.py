@@ -53,16 +53,21 @@ class FineTuningOptions(BaseModel, extra="forbid", frozen=True):
 
 @dataclass(frozen=True)
 class FineTuned:
-    """Fine-tuned weights, and how they do on queries left out of training."""
+    """Fine-tuned weights, and the scores of queries that were left out of training.
+
+    Attributes:
+        projection: The weights, trained on all queries.
+        penalty: The penalty of these weights; infinite where the weights stay as they are.
+        values: By penalty, infinite first: the mean of nDCG@5 and F1 at zero on queries left out.
+        before: The queries left out, scored with the weights before training.
+        after: The same queries, scored with weights that were trained without them. The penalty
+            was chosen without them, too.
+    """
 
     projection: Projection
-    # The penalty that was taken; infinite where the weights stay as they are.
     penalty: float
-    # By penalty, infinite first: the mean of nDCG@5 and F1 at zero on queries left out.
     values: dict[float, float]
-    # The queries left out, scored with the weights before training.
     before: list[ScoredQuery]
-    # The same, scored with weights that were trained without them.
     after: list[ScoredQuery]
 
 

@@ -92,7 +92,11 @@ class TrainingRun:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Layers that B reads; BackboneError where the model does not have them."""
+        """Layers that B reads. The first use loads the language model.
+
+        Raises:
+            BackboneError: The model cannot be loaded, or does not have these layers.
+        """
         return self._model.config.layers
 
     @cached_property

@@ -66,7 +66,10 @@ class Verdict(Record):
 
     @property
     def problem(self) -> str | None:
-        """Why the second selection should not replace the first; None without a reason."""
+        """Why fine-tuned weights should not be written; None if nothing speaks against them.
+
+        A measure is lost, or the queries are few and show no gain or cannot rule out a loss.
+        """
         if self.losses:
             return f"fine-tuned weights are {self} on {self.queries} queries held out"
         if self.doubts:
