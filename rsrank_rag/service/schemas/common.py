@@ -172,7 +172,10 @@ class ScoringRequest(Strict, ABC):
     @model_validator(mode="before")
     @classmethod
     def _empty_is_absent(cls, body: Any) -> Any:
-        """Leave out empty strings but texts: programs send them where a user has set nothing."""
+        """Leave out empty strings, which programs send where a user has set nothing.
+
+        Texts may be empty.
+        """
         if not isinstance(body, dict):
             return body
         # Weaviate sends an empty property.
@@ -213,8 +216,8 @@ class ScoringRequest(Strict, ABC):
     def answer(self, scores: Scores) -> Any:
         """The body of the answer.
 
-        The metrics count the rows of its field ``results`` as kept documents. An answer without
-        this field counts as all documents.
+        The log counts the rows of its attribute ``results`` as kept documents. Without this
+        attribute, the log counts all documents.
         """
 
     @property
