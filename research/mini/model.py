@@ -223,7 +223,7 @@ class Mini(nn.Module):
         read.append(last.split(linear(hidden, last.value)))
         return read, own
 
-    def shift_terms(self, read: list[Tensor], alone: list[Tensor], scored: Tensor) -> Tensor:
+    def mean_shift_terms(self, read: list[Tensor], alone: list[Tensor], scored: Tensor) -> Tensor:
         """The mean of the shift terms over the scored tokens before heads are weighed, (R, L, H).
 
         Args:

@@ -83,7 +83,7 @@ def run(model: Mini, encoder: Entering, batch: Batch) -> Output:
         read, _ = model.values(
             entering[query, :width], valid[query, :width], cut, document_valid[row]
         )
-        terms = model.shift_terms(
+        terms = model.mean_shift_terms(
             read, [values[query][:, :, :width] for values in alone], scored[query, :width]
         )
         cosine = (chunk_embeddings[row] * embedded[query]).sum(-1)

@@ -63,7 +63,7 @@ class Scorer:
                 entering[query], valid[query], [(k[row], v[row]) for k, v in kept], seen[row]
             )
             terms.append(
-                model.shift_terms(read, [values[query] for values in alone], scored[query])
+                model.mean_shift_terms(read, [values[query] for values in alone], scored[query])
             )
             cosine = (stored.embedded[chunk].float()[row] * embedded[query]).sum(-1)
             matched = model.maxsim(own[0][query], kept[0][1][row], scored[query], inner(seen)[row])

@@ -1,7 +1,7 @@
 """Batches of features, and the scores that weights give them.
 
 Axes: L layers, H heads, P projection dimension, D head dimension, Q queries of a batch, N documents
-of a query, R rows (query tokens of all documents of a batch).
+of a query, R token rows: one for each query token of each document of a batch.
 """
 
 import random
