@@ -15,7 +15,7 @@ from rsrank_rag.reranker import Scored
 from rsrank_rag.service.app import Settings, create_app
 from rsrank_rag.service.fair_queue import QueueLimits
 from rsrank_rag.service.scheduler import Scheduler
-from rsrank_rag.service.server import Limits, Server
+from rsrank_rag.service.server import ConnectionLimits, Server
 from rsrank_rag.service.worker import ModelProcess, answer_calls
 
 
@@ -120,7 +120,7 @@ def address_of(backend, limits=None, **settings):
     """The address of a service in a thread, on a port of its own."""
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
-        server = Server(create_app(backend, Settings(**settings)), limits or Limits())
+        server = Server(create_app(backend, Settings(**settings)), limits or ConnectionLimits())
         thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
         thread.start()
         try:

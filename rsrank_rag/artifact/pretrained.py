@@ -333,7 +333,7 @@ def _open_encoder(
     """As `open_on_torch`, on ONNX Runtime: the files must be those that the artifact records."""
     from tokenizers import Tokenizer
 
-    from ..language_model.onnx_runtime import OnnxBackbone, check_kind, read_config
+    from ..language_model.onnx_runtime import OnnxBackbone, check_kind, read_encoder_config
     from ..language_model.quantisation import calibration_ids
 
     spec = config.backbone
@@ -343,7 +343,7 @@ def _open_encoder(
     local = hub.is_folder(name)
     place = Path(name) if local else hub.download(name, revision, source.load)
     check_files(spec, place, in_cache=not local, strict=True)
-    encoder = read_config(place)
+    encoder = read_encoder_config(place)
     tokenizer = Tokenizer.from_file(str(place / "tokenizer.json"))
     limits = (encoder["max_position_embeddings"], config.max_length, source.max_length)
     prompts = PromptTokenizer(

@@ -180,7 +180,7 @@ def run(backend: Scheduler, settings: Settings, options: ServeOptions, enter: st
     """
     from ..service.app import create_app
     from ..service.logs import configure
-    from ..service.server import Limits, Server
+    from ..service.server import ConnectionLimits, Server
     from ..service.worker import trim_regularly
 
     # The port is taken before the model is loaded, which may take minutes.
@@ -200,7 +200,7 @@ def run(backend: Scheduler, settings: Settings, options: ServeOptions, enter: st
         trim_regularly()
         server = Server(
             app,
-            Limits(notice=options.notice),
+            ConnectionLimits(notice=options.notice),
             lambda: screen.print(
                 f"{backend.description.name} answers at {address}{enter.replace('{url}', entered)}",
                 soft_wrap=True,

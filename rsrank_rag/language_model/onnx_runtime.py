@@ -99,7 +99,7 @@ class OnnxBackbone(LanguageModel):
 
     Args:
         folder: Where its files are.
-        config: Its config, from `read_config`.
+        config: Its config, from `read_encoder_config`.
         last_layer: The last layer whose value vectors are read.
         fusion_layer: The first layer in which queries see documents.
         calibration: Texts that fix the scales of documents in int8; none for float32.
@@ -248,7 +248,7 @@ class OnnxBackbone(LanguageModel):
         return texts.run(self._feeds(queries), texts.outputs[:1])[0]
 
 
-def read_config(folder: Path) -> dict[str, Any]:
+def read_encoder_config(folder: Path) -> dict[str, Any]:
     """The encoder's config.
 
     Raises:

@@ -13,7 +13,7 @@ logger = logging.getLogger("rsrank_rag.service.requests")
 
 
 @dataclass
-class Record:
+class RequestRecord:
     """One request, while it is answered.
 
     Attributes:

@@ -12,7 +12,7 @@ from prometheus_client.metrics_core import (
 )
 from prometheus_client.registry import Collector
 
-from .logs import Record
+from .logs import RequestRecord
 from .scheduler import Scheduler
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -60,7 +60,7 @@ class Metrics(Collector):
         text = "Time from a document's arrival to its turn."
         backend.observe_wait = histogram("rsrank_wait_seconds", text, buckets=SECONDS).observe
 
-    def observe(self, record: Record) -> None:
+    def observe(self, record: RequestRecord) -> None:
         """Count a request that has been answered."""
         self._seconds.labels(record.route, str(record.status)).observe(record.seconds)
 

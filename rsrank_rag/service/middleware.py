@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..errors import InputError
 from .error_responses import error_response
-from .logs import Record
+from .logs import RequestRecord
 from .metrics import Metrics
 from .schemas.common import Drop
 
@@ -100,7 +100,7 @@ class Settings(BaseModel, extra="forbid", frozen=True, hide_input_in_errors=True
         """Whether a request needs a key."""
         return bool(self.api_keys) or self.api_key_file is not None
 
-    def seconds_left(self, record: Record) -> float | None:
+    def seconds_left(self, record: RequestRecord) -> float | None:
         """Seconds until a request's time is up; None for no limit."""
         return self.timeout and max(0.001, self.timeout - record.seconds)
 
@@ -170,7 +170,7 @@ class RequestMiddleware:
         request_id = headers.get("x-request-id", "")
         if not _REQUEST_ID.fullmatch(request_id):
             request_id = uuid.uuid4().hex
-        record = Record(request_id, client_hash, scope["method"])
+        record = RequestRecord(request_id, client_hash, scope["method"])
         # Without a secret, because prefixes on disk must be found again by the next run.
         salt = hashlib.sha256(client).hexdigest() if self.settings.separate_clients else ""
         scope["state"] = {**scope.get("state", {}), "record": record, "salt": salt}
@@ -250,7 +250,9 @@ def is_own_name(host: str, settings: Settings) -> bool:
 class _Body:
     """Receives a request's body while the body is small enough and comes in time."""
 
-    def __init__(self, receive: Receive, middleware: RequestMiddleware, record: Record) -> None:
+    def __init__(
+        self, receive: Receive, middleware: RequestMiddleware, record: RequestRecord
+    ) -> None:
         self._receive = receive
         self._middleware = middleware
         self._record = record

@@ -51,7 +51,7 @@ NO_NEW_CONNECTIONS = bytes.fromhex(
 
 
 @dataclass(frozen=True)
-class Limits:
+class ConnectionLimits:
     """Limits of connections.
 
     Attributes:
@@ -77,7 +77,10 @@ class Server(uvicorn.Server):
     """
 
     def __init__(
-        self, app: FastAPI, limits: Limits, when_started: Callable[[], None] = lambda: None
+        self,
+        app: FastAPI,
+        limits: ConnectionLimits,
+        when_started: Callable[[], None] = lambda: None,
     ) -> None:
         self.app = app
         self.limits = limits

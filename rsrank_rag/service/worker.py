@@ -67,7 +67,7 @@ def answer_calls(connection: Connection, make: Callable[[], Reranker], name: str
                 connection.send((None, RSRankError(text)))
 
 
-def main(
+def run_model_process(
     connection: Connection,
     make: Callable[[], Reranker],
     name: str,
@@ -167,7 +167,9 @@ class ModelProcess:
     def _launch(self, connection: Connection) -> Any:
         # A forked copy of threads and CUDA would not work.
         process = multiprocessing.get_context("spawn").Process(
-            target=main, args=(connection, self.make, self.name, self.prepare), daemon=True
+            target=run_model_process,
+            args=(connection, self.make, self.name, self.prepare),
+            daemon=True,
         )
         process.start()
         connection.close()

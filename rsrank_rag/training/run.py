@@ -137,7 +137,7 @@ class TrainingRun:
             result = self._from_nothing(features, device)
         else:
             result = self._fine_tuned(features, device, model.projection)
-        write_artifact(self.artifact, self._config(result), result.projection, model.folder)
+        write_trained(self.artifact, self._config(result), result.projection, model.folder)
         return result
 
     def extract(self) -> list[QueryFeatures]:
@@ -310,7 +310,7 @@ class TrainingRun:
         return config.model_copy(update=update)
 
 
-def write_artifact(
+def write_trained(
     folder: Path, config: RSRankConfig, projection: Projection | Weights, base: Path
 ) -> None:
     """Write an artifact, with the language model's files that lie in the folder of its base."""

@@ -25,7 +25,7 @@ from ..language_model.options import ModelSource
 from ..partial_files import write_text
 from ..rsrank import RSRank
 from .batches import folds
-from .run import write_artifact
+from .run import write_trained
 from .verdict import MEASURES, Verdict, judge
 
 FOLDS = 5
@@ -269,5 +269,5 @@ def tune(
     training = config.training.model_copy(update={"notes": notes})
     config = config.model_copy(update={"threshold": tuned.threshold, "training": training})
     folder = hub.resolve(source.name, source.revision, source.load)
-    write_artifact(output, config, ranker.projection, folder)
+    write_trained(output, config, ranker.projection, folder)
     return tuned

@@ -24,7 +24,7 @@ from rsrank_rag.errors import ArtifactError
 from rsrank_rag.service import middleware, server
 from rsrank_rag.service.app import create_app
 from rsrank_rag.service.middleware import Settings
-from rsrank_rag.service.server import Limits
+from rsrank_rag.service.server import ConnectionLimits
 
 JSON = {"content-type": "application/json"}
 RERANK = {"query": "q", "documents": ["3", "1", "2"]}
@@ -97,7 +97,7 @@ def test_a_body_that_breaks_off_in_nonsense_ends_only_its_own_connection(key, wa
 
 def test_connections_beyond_the_limit_get_503_and_open_ones_are_answered():
     with ExitStack() as stack:
-        url = stack.enter_context(address_of(scheduler(Numbers()), Limits(connections=5)))
+        url = stack.enter_context(address_of(scheduler(Numbers()), ConnectionLimits(connections=5)))
         client = stack.enter_context(httpx.Client())
         assert client.get(f"{url}/health").status_code == 200
         idle = [stack.enter_context(connected(url)) for _ in range(5)]
@@ -108,7 +108,7 @@ def test_connections_beyond_the_limit_get_503_and_open_ones_are_answered():
 
 
 def test_an_idle_connection_is_closed():
-    limits = Limits(idle_seconds=1)
+    limits = ConnectionLimits(idle_seconds=1)
     with address_of(scheduler(Numbers()), limits) as url, connected(url) as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert is_closed(connection)
@@ -133,7 +133,7 @@ def test_connections_leave_room_for_other_files(monkeypatch):
 
 def test_no_request_is_lost_when_the_service_ends_with_clients_that_keep_connections():
     app = create_app(scheduler(Numbers()), Settings())
-    served = server.Server(app, Limits(notice=2.0))
+    served = server.Server(app, ConnectionLimits(notice=2.0))
     lost, closing = [], []
 
     def ask(url):

@@ -312,7 +312,7 @@ def test_what_was_known_of_the_base_is_known_of_its_copy(train, fused, tmp_path)
     config = config.model_copy(update={"int8": True, "training": known})
     base = tmp_path / "base"
     projection = hub.read_projection(fused, config)
-    run_module.write_artifact(base, config, projection, fused)
+    run_module.write_trained(base, config, projection, fused)
     before, _ = scorings()
     train(before, before, "--base", base, penalty=math.inf)
     kept = hub.read_config(tmp_path / "run" / "artifact")
@@ -328,7 +328,7 @@ def test_fine_tuned_weights_of_a_tuned_base_say_that_their_threshold_is_zero(
     train, fused, tmp_path
 ):
     config = hub.read_config(fused).model_copy(update={"threshold": 0.25})
-    run_module.write_artifact(tmp_path / "base", config, hub.read_projection(fused, config), fused)
+    run_module.write_trained(tmp_path / "base", config, hub.read_projection(fused, config), fused)
     said = train(*scorings(help=0.8), "--base", tmp_path / "base", "--force")
     assert "; threshold 0, no longer 0.25; penalty" in said
     assert hub.read_config(tmp_path / "run" / "artifact").threshold == 0
