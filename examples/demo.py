@@ -6,7 +6,6 @@ The same in the shell: rsrank rank --query "..." --documents examples/passages.t
 from pathlib import Path
 
 from rich.console import Console
-from transformers.utils import logging
 
 from rsrank_rag import RSRank
 from rsrank_rag.cli.ranking import explanation_text, result_text
@@ -16,7 +15,6 @@ QUERY = "How do honeybees tell each other where the flowers are?"
 
 def main() -> None:
     """Rank the passages in passages.txt and take two scores apart."""
-    logging.disable_progress_bar()
     screen = Console(highlight=False)
     passages = (Path(__file__).parent / "passages.txt").read_text(encoding="utf-8").splitlines()
 

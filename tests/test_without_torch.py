@@ -80,6 +80,18 @@ def test_everything_that_is_shown_for_mini_runs_and_scores_as_here():
 
 
 @needs_base
+def test_make_demo_needs_no_torch():
+    done = subprocess.run(
+        [os.environ["RSRANK_BASE_PYTHON"], ROOT / "examples" / "demo.py"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "of 10 passages go to the language model" in done.stdout
+
+
+@needs_base
 def test_the_environment_is_small():
     size = Path(os.environ["RSRANK_BASE_PYTHON"]).parents[1] / "megabytes"
     assert int(size.read_text(encoding="utf-8")) <= LARGEST
