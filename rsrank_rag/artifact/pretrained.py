@@ -347,7 +347,10 @@ def _open_encoder(
     tokenizer = Tokenizer.from_file(str(place / "tokenizer.json"))
     limits = (encoder["max_position_embeddings"], config.max_length, source.max_length)
     prompts = PromptTokenizer(
-        tokenizer, config.template, max_length=min(filter(None, limits)), shared_positions=False
+        tokenizer,
+        config.template,
+        max_length=min(limit for limit in limits if limit is not None),
+        shared_positions=False,
     )
     core = OnnxBackbone(
         place,
@@ -385,10 +388,11 @@ def open_model(
     if spec is not None:
         check_model(core, loaded.tokenizer, spec, name)
     core.identity["bits"] = bits_of(core.model)
+    limits = (core.max_length, *max_lengths)
     prompts = PromptTokenizer(
         loaded.tokenizer,
         template,
-        max_length=min(filter(None, (core.max_length, *max_lengths))),
+        max_length=min(limit for limit in limits if limit is not None),
         shared_positions=core.causal,
     )
     return core, prompts

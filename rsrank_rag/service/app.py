@@ -32,7 +32,7 @@ with needs(
 
     from .error_responses import Error, RequestError, answer_errors
     from .metrics import Metrics
-    from .middleware import Keys, RequestMiddleware, Settings
+    from .middleware import OPEN, Keys, RequestMiddleware, Settings
     from .schemas import others
     from .schemas.cohere import RerankRequest, RerankResponse
     from .schemas.common import Scores, ScoringRequest
@@ -111,8 +111,6 @@ def create_app(backend: Scheduler, settings: Settings | None = None) -> FastAPI:
         docs_url=None,
         redoc_url=None,
         responses={status: {"model": Error} for status in ERRORS},
-        # The middleware asks for keys; here they are only described.
-        dependencies=[Depends(HTTPBearer(auto_error=False))] if settings.closed else [],
     )
     app.state.failure = None
     app.state.backend = backend
@@ -133,6 +131,13 @@ class _Service:
 
     def add_routes(self, app: FastAPI) -> None:
         """Add all routes to an app."""
+        # The middleware asks for keys; here they are only described.
+        keys = [Depends(HTTPBearer(auto_error=False))] if self.settings.closed else []
+
+        def add(path: str, endpoint: Callable[..., Any], **options: Any) -> None:
+            needed = [] if path in OPEN else keys
+            app.add_api_route(path, endpoint, dependencies=needed, **options)
+
         any_response = RerankResponse | list[others.TextScore] | others.RankingResponse
         rerank = (RerankRequest, RerankResponse)
         any_rerank = (AnyRerankRequest, any_response)
@@ -148,17 +153,17 @@ class _Service:
             "/explain": (others.ExplainRequest, Explanation),
         }
         for path, (kind, model) in posts.items():
-            app.add_api_route(path, self._endpoint(kind), methods=["POST"], response_model=model)
-        app.add_api_route("/", self.page, response_class=HTMLResponse)
-        app.add_api_route("/health", self.health)
-        app.add_api_route("/ready", self.ready)
-        app.add_api_route("/.well-known/ready", self.ready)
-        app.add_api_route("/v1/cluster/auth", self.auth)
-        app.add_api_route("/v1/models", self.models)
-        app.add_api_route("/providers/cohere/v2/models", self.models)
-        app.add_api_route("/v1/models/{name:path}", self.model)
-        app.add_api_route("/info", self.info, response_model_exclude_defaults=True)
-        app.add_api_route("/metrics", self.metrics_page, response_class=PlainTextResponse)
+            add(path, self._endpoint(kind), methods=["POST"], response_model=model)
+        add("/", self.page, response_class=HTMLResponse)
+        add("/health", self.health)
+        add("/ready", self.ready)
+        add("/.well-known/ready", self.ready)
+        add("/v1/cluster/auth", self.auth)
+        add("/v1/models", self.models)
+        add("/providers/cohere/v2/models", self.models)
+        add("/v1/models/{name:path}", self.model)
+        add("/info", self.info, response_model_exclude_defaults=True)
+        add("/metrics", self.metrics_page, response_class=PlainTextResponse)
 
     def _endpoint(self, kind: Any) -> Callable[..., Awaitable[Response]]:
         """A function that answers requests of one kind."""

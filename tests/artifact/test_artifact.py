@@ -1010,3 +1010,9 @@ def test_the_error_of_a_missing_package_gives_the_pip_command():
         "It needs that. Install with: "
         "pip install -U 'rsrank-rag[eval] @ git+https://github.com/rsrank/rsrank-rag'"
     )
+
+
+@pytest.mark.parametrize("runtime", ["torch", "onnx"])
+def test_a_length_of_zero_is_an_error_and_not_the_default(runtime):
+    with pytest.raises(RSRankError, match="max_length=0 leaves no room"):
+        RSRank.from_pretrained("mini", device="cpu", runtime=runtime, max_length=0)

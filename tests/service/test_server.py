@@ -655,6 +655,16 @@ async def test_with_keys_only_they_open_the_service(header, status):
             assert (await http.get(path)).status_code == 200
 
 
+async def test_openapi_asks_for_a_key_where_the_service_does():
+    key = {"Authorization": "Bearer one"}
+    async with serving(api_keys=["one"]) as http:
+        paths = (await http.get("/openapi.json", headers=key)).json()["paths"]
+        for path, methods in paths.items():
+            for method, described in methods.items():
+                answer = await http.request(method, path)
+                assert ("security" in described) == (answer.status_code == 401), path
+
+
 async def test_nobody_without_a_key_gets_a_body_read():
     async def never():
         raise AssertionError("it was read")
