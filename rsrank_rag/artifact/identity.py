@@ -176,8 +176,10 @@ def check_model(
             f"The tokenizer of {source} splits text differently from the one this artifact was "
             f"made with (fingerprint {fingerprint}, expected {spec.tokenizer}). {ADVICE}"
         )
-    # Euclidean, relative to the length of the recorded vector.
-    difference = math.dist(core.sample, spec.values) / math.hypot(*spec.values, 1e-6)
+    difference = math.inf
+    if len(core.sample) == len(spec.values):
+        # Euclidean, relative to the length of the recorded vector.
+        difference = math.dist(core.sample, spec.values) / math.hypot(*spec.values, 1e-6)
     if not difference <= TOLERANCE[bits_of(core.model)]:
         raise ArtifactError(
             f"The weights of {source} are not those of {spec.name} (revision "

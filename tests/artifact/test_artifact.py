@@ -1016,3 +1016,11 @@ def test_the_error_of_a_missing_package_gives_the_pip_command():
 def test_a_length_of_zero_is_an_error_and_not_the_default(runtime):
     with pytest.raises(RSRankError, match="max_length=0 leaves no room"):
         RSRank.from_pretrained("mini", device="cpu", runtime=runtime, max_length=0)
+
+
+def test_an_artifact_that_records_fewer_values_belongs_to_no_model(folder):
+    config = hub.read_config(folder)
+    projection = hub.read_projection(folder, config)
+    spec = config.backbone.model_copy(update={"values": config.backbone.values[:3]})
+    hub.write_artifact(folder, config.model_copy(update={"backbone": spec}), projection, "")
+    assert "value vectors differ" in refusal(load, folder)
