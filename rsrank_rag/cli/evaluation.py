@@ -115,7 +115,9 @@ def evaluate(
     for one in measured:
         for title, queries in one.scored.items():
             about = {"model": one.name, "dataset": title, "threshold": one.threshold}
-            records.append({**about, **summarise(queries, threshold=one.threshold)})
+            figures = summarise(queries, threshold=one.threshold)
+            advice = recommend(queries, threshold=one.threshold)
+            records.append({**about, **figures, "recommendation": advice})
     if as_json:
         typer.echo(json.dumps(records, ensure_ascii=False, indent=2))
         return

@@ -39,6 +39,10 @@ class ScoredQuery:
         for place, score in enumerate(self.scores):
             finite(score, place)
 
+    def shifted(self, threshold: float) -> "ScoredQuery":
+        """The same query, with scores whose zero is the threshold."""
+        return ScoredQuery([score - threshold for score in self.scores], self.relevant)
+
 
 def best_first(scores: Sequence[float]) -> list[int]:
     """Positions of scores, the highest first; equal scores keep their order."""

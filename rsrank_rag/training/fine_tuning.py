@@ -59,7 +59,8 @@ class FineTuned:
         projection: The weights, trained on all queries.
         penalty: The penalty of these weights; infinite where the weights stay as they are.
         values: By penalty, infinite first: the mean of nDCG@5 and F1 at zero on queries left out.
-        before: The queries left out, scored with the weights before training.
+        before: The queries left out, scored with the weights before training, less the artifact's
+            threshold.
         after: The same queries, scored with weights that were trained without them. The penalty
             was chosen without them, too.
     """
@@ -76,6 +77,7 @@ def fine_tune(
     base: Projection,
     options: FineTuningOptions,
     *,
+    threshold: float = 0.0,
     device: torch.device | str = "cpu",
     watch: Callable[[list[list[int]]], Iterable[list[int]]] = iter,
 ) -> FineTuned:
@@ -87,6 +89,7 @@ def fine_tune(
         features: Of the labelled queries.
         base: The artifact's weights.
         options: How to train.
+        threshold: Of the artifact. Fine-tuned weights have the threshold zero.
         device: Where to train.
         watch: Wraps the folds, as a progress bar does.
 
@@ -103,7 +106,8 @@ def fine_tune(
         rest = sorted({*everything} - {*numbers})
         left_out = tuner.features_of(numbers)
         path = tuner.path(rest, penalties)
-        held_out.append([scored(left_out, weights, device=device) for weights in path])
+        of_base, *of_tuned = [scored(left_out, weights, device=device) for weights in path]
+        held_out.append([[query.shifted(threshold) for query in of_base], *of_tuned])
     values = [torch.stack(list(map(_values, fold))) for fold in held_out]
     before: list[ScoredQuery] = []
     after: list[ScoredQuery] = []

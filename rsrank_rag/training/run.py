@@ -226,14 +226,16 @@ class TrainingRun:
         """Fine-tuned weights, or the base's if fine-tuning gains nothing or may lose something."""
         recipe = self.recipe
         watch = partial(self._bar, desc="folds", unit="fold")
-        tuned = fine_tune(features, base, recipe.fine_tuning, device=device, watch=watch)
+        threshold = self._model.config.threshold
+        tuned = fine_tune(
+            features, base, recipe.fine_tuning, threshold=threshold, device=device, watch=watch
+        )
         for penalty, value in tuned.values.items():
             what = f"penalty {penalty:g}"
             if math.isinf(penalty):
                 what = f"the weights of {recipe.base}"
             self.say(f"{value:.3f} mean of nDCG@5 and F1 at zero on queries held out: {what}")
-        threshold = self._model.config.threshold
-        verdict = judge(tuned.before, tuned.after, (threshold, 0.0))
+        verdict = judge(tuned.before, tuned.after)
         write_text(self.output / "verdict.json", verdict.model_dump_json(indent=2) + "\n")
         settings: dict[str, Any] = {
             "method": "fine-tuning",

@@ -202,10 +202,8 @@ def find_threshold(queries: Sequence[ScoredQuery], goal: Goal, before: float | N
             )
         thresholds.append(threshold)
         for number in numbers:
-            query = queries[number]
-            held_out.append(query)
-            scores = [score - threshold for score in query.scores]
-            shifted.append(ScoredQuery(scores, query.relevant))
+            held_out.append(queries[number])
+            shifted.append(queries[number].shifted(threshold))
     drawn = np.array([goal.choose(sweep, weights) for weights in resampled(len(queries))])
     old = selection_measures(queries, Rule(before))
     new = selection_measures(queries, Rule(drawn[0]))

@@ -201,7 +201,9 @@ def test_evaluate_prints_one_record_a_file_and_shows_the_same_table(artifact, la
     data = ["--data", labelled[0], "--data", labelled[1]]
     table = run("evaluate", "-m", artifact, *data).stdout
     records = json.loads(run("evaluate", "-m", artifact, *data, "--json").stdout)
-    assert [list(record) for record in records] == [KEYS + ALTERNATIVES] * 2
+    keys = [*KEYS, *ALTERNATIVES, "recommendation"]
+    assert [list(record) for record in records] == [keys] * 2
+    assert all(record["recommendation"].startswith("On these queries") for record in records)
     assert [(record["dataset"], record["queries"]) for record in records] == [
         ("first.set", 2),
         ("second", 2),

@@ -187,20 +187,23 @@ def test_training_finds_the_zero_of_a_domain_and_says_so(base):
     )
 
 
-def test_labels_at_random_leave_the_base_as_it_is(base):
+@pytest.mark.parametrize("threshold", [0.0, 2.0])
+def test_labels_at_random_leave_the_base_and_its_threshold_as_they_are(base, threshold):
     rng = random.Random(3)
     features = [
         replace(query, similarities=tuple((rng.random(), rng.random()) for _ in query.similarities))
         for query in separable_features(12, seed=5)
     ]
     fitting = copy.deepcopy(base)
-    fitting.agreement.data = torch.tensor(
-        [0.0, 0.0, -1.1]
-    )  # what best can be said of them: one in four is relevant
+    # What best can be said of them: one in four is relevant.
+    fitting.agreement.data = torch.tensor([0.0, 0.0, threshold - 1.1])
     fitting.head_weight.data.zero_()
-    found = fine_tune(features, fitting, FineTuningOptions(penalties=(0.001,)), device="cpu")
+    options = FineTuningOptions(penalties=(0.001,))
+    found = fine_tune(features, fitting, options, threshold=threshold, device="cpu")
     assert found.penalty == math.inf
     assert differences(found.projection, fitting) == [0.0, 0.0, 0.0]
+    assert max(score for query in found.before for score in query.scores) < 0
+    assert found.after == found.before
 
 
 def test_every_query_is_left_out_once():
