@@ -34,7 +34,7 @@ class QueueLimits:
     """
 
     documents: int = 10_000
-    batch_seconds: float = 0.1
+    batch_seconds: float = 0.05
     hang_seconds: float = 300.0
 
 

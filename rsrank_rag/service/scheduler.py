@@ -2,8 +2,8 @@
 
 The queue holds small items with a known cost. An item is one part of one document for one query,
 such as a window; its cost is the number of tokens that the model runs in the same time. A batch
-holds items of the clients that have had the least, and as many tokens as the model runs in a tenth
-of a second. So no request holds the model for long, whatever its size. The items of a request that
+holds items of the clients that have had the least, and as many tokens as the model runs in a
+twentieth of a second. So no request holds the model for long, whatever its size. The items of a request that
 was cancelled are never run.
 
 The model's process cuts a document into parts shortly before its turn, one segment after another.
@@ -36,7 +36,7 @@ FIRST_SPEED = 5_000.0
 
 # Full batches whose median is the model's speed. They take 20 seconds, so that a processor that
 # other programs use for some seconds does not make the model seem slow.
-BATCHES_TIMED = 200
+BATCHES_TIMED = 400
 
 # A request is taken if its own work and the work before it are expected to take at most this share
 # of its timeout. The rest is for requests of other clients that come later.

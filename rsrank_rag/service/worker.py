@@ -198,7 +198,7 @@ class ModelProcess:
             return answer
 
         exchanged = asyncio.ensure_future(asyncio.to_thread(exchange))
-        # A batch takes a tenth of a second, so /ready reports a long silence before it is ended.
+        # A batch takes a fraction of a second, so /ready reports a long silence before it is ended.
         for seconds in (SILENCE * limit, (1 - SILENCE) * limit):
             done, _ = await asyncio.wait([exchanged], timeout=seconds)
             self.hangs = not done
