@@ -198,16 +198,14 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 def table(results: Sequence[dict[str, Any]]) -> str:
     """Markdown of times relative to ONNX Runtime in int8 with 6 layers, one column a process."""
-    machines: dict[str, list[str]] = {}
-    for result in results:
-        machine = result["machine"].replace(f", {result['threads']} threads", "")
-        machines.setdefault(machine, []).append(result["processor"])
-    where = "; ".join(
-        f"{', '.join(dict.fromkeys(of))}: {machine}" for machine, of in machines.items()
-    )
-    head = f"{where}. `mini` runs on ONNX Runtime, in int8 where no dtype is named.\n\n"
     threads = {1: "1 thread", 2: "2 threads"}
     heads = [f"{r['processor']}, {threads.get(r['threads'], r['threads'])}" for r in results]
+    machines: dict[str, list[str]] = {}
+    for result, column in zip(results, heads, strict=True):
+        machine = result["machine"].replace(f", {result['threads']} threads", "")
+        machines.setdefault(machine, []).append(column)
+    where = "".join(f"- {machine}: {'; '.join(of)}\n" for machine, of in machines.items())
+    head = f"`mini` runs on ONNX Runtime, in int8 where no dtype is named.\n\n{where}\n"
     lines = ["| of ONNX int8's time | " + " | ".join(heads) + " |", "|---|" + "--:|" * len(results)]
     of = [{row["system"]: row for row in result["rows"]} for result in results]
     for name in dict.fromkeys(name for column in of for name in column):
