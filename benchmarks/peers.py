@@ -201,10 +201,12 @@ def table(results: Sequence[dict[str, Any]]) -> str:
     threads = {1: "1 thread", 2: "2 threads"}
     heads = [f"{r['processor']}, {threads.get(r['threads'], r['threads'])}" for r in results]
     machines: dict[str, list[str]] = {}
-    for result, column in zip(results, heads, strict=True):
+    for result in results:
         machine = result["machine"].replace(f", {result['threads']} threads", "")
-        machines.setdefault(machine, []).append(column)
-    where = "".join(f"- {machine}: {'; '.join(of)}\n" for machine, of in machines.items())
+        machines.setdefault(machine, []).append(str(threads.get(result["threads"])))
+    where = "".join(
+        f"- {', '.join(sorted({*of}))}: {machine}\n" for machine, of in machines.items()
+    )
     head = f"`mini` runs on ONNX Runtime, in int8 where no dtype is named.\n\n{where}\n"
     lines = ["| of ONNX int8's time | " + " | ".join(heads) + " |", "|---|" + "--:|" * len(results)]
     of = [{row["system"]: row for row in result["rows"]} for result in results]

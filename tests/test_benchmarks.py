@@ -75,7 +75,7 @@ def test_peers_write_one_column_a_process_and_replace_it_whole(tmp_path):
         tables.main(tmp_path)
     text = (tmp_path / "docs/benchmarks.md").read_text()
     assert text.startswith("before\n<!-- figures: peers -->\n`mini` runs on ONNX Runtime")
-    assert "- A machine: as it is, 1 thread; AVX2, 2 threads\n" in text
+    assert "- 1 thread, 2 threads: A machine\n" in text
     assert "| mini, 0% cached | 1.25 | 1.25 |" in text
     assert "| other |  | 2.00 |" in text
     assert "| floor of mini, 0% cached, in ms | 400 | 300 |" in text

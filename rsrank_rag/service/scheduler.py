@@ -3,8 +3,8 @@
 The queue holds small items with a known cost. An item is one part of one document for one query,
 such as a window; its cost is the number of tokens that the model runs in the same time. A batch
 holds items of the clients that have had the least, and as many tokens as the model runs in a
-twentieth of a second. So no request holds the model for long, whatever its size. The items of a request that
-was cancelled are never run.
+twentieth of a second. So no request holds the model for long, whatever its size. The items of a
+request that was cancelled are never run.
 
 The model's process cuts a document into parts shortly before its turn, one segment after another.
 The part of the document that is not cut yet waits as an item, too.
