@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -73,7 +72,8 @@ def measure(
     found = {name: verdict.model_dump(mode="json") for name, verdict in verdicts.items()}
     return {
         **found,
-        "penalty": str(trained.penalty),
+        "penalty": trained.penalty,
+        "gains": trained.gains,
         "threshold": tuned.threshold,
     }
 
@@ -143,7 +143,7 @@ def outcomes(rows: Sequence[dict[str, Any]]) -> str:
 
 def _is_written(row: dict[str, Any]) -> bool:
     """Whether `rsrank train` would have written fine-tuned weights."""
-    return row["penalty"] != str(math.inf) and Verdict.model_validate(row["said"]).problem is None
+    return row["gains"] and Verdict.model_validate(row["said"]).problem is None
 
 
 def _count(rows: Sequence[dict[str, Any]], name: str, outcome: str) -> int:

@@ -186,15 +186,17 @@ def explain(
         del fields["head_parts"]
         _print_json(fields)
     else:
-        screen.print(explanation_text(explanation), soft_wrap=True)
+        screen.print(explanation_text(explanation, ranker.threshold), soft_wrap=True)
 
 
-def explanation_text(explanation: Explanation) -> Text:
-    """An explanation after its query and document."""
+def explanation_text(explanation: Explanation, threshold: float) -> Text:
+    """An explanation after its query and document, and whether the document is kept."""
     document = " ".join(explanation.document.split())[:200]
     verdict = "dropped"
-    if explanation.score > 0:
+    if explanation.score > threshold:
         verdict = "kept"
+    if threshold:
+        verdict = f"{verdict}: the threshold is {threshold:g}"
     return Text.assemble(
         (explanation.query, "bold"), "\n", (document, "dim"), f"\n{explanation}\n{verdict}"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -55,7 +56,11 @@ def train(
 
     recipe = Recipe.load(config, settings or (), data or (), base)
     run = TrainingRun(
-        recipe, output, say=problems.print, progress=problems.is_terminal, force=force
+        recipe,
+        output,
+        say=partial(problems.print, soft_wrap=True),
+        progress=problems.is_terminal,
+        force=force,
     )
     result = run.run()
     if result.verdict is None:

@@ -96,7 +96,7 @@ def recommend(scored: Sequence[ScoredQuery], *, threshold: float = 0.0) -> str:
     """Say in a sentence which rule suits the queries, with the numbers that speak for it.
 
     An answer is lost if a query has a relevant document and no relevant one is kept. Among the
-    rules that lose at most `TOLERATED_LOSS` of the answers, the one with the highest F1 is
+    rules by score that lose at most `TOLERATED_LOSS` of the answers, the one with the highest F1 is
     recommended; without such a rule, the one that loses fewest. The file's own order is no
     candidate, because a file of labels may list the relevant documents first.
     """
@@ -113,15 +113,15 @@ def recommend(scored: Sequence[ScoredQuery], *, threshold: float = 0.0) -> str:
     other = candidates["tau"]
     if best == other:
         other = candidates["tau_top5_min1"]
-    reason = f"the best F1 of the rules that lose at most {TOLERATED_LOSS:.0%} of the answers"
+    reason = f"lose at most {TOLERATED_LOSS:.0%} of the answers"
     if fewest > TOLERATED_LOSS * answerable:
-        reason = "the best F1 of the rules that lose fewest answers"
+        reason = "lose fewest answers"
     return (
         f"On these queries {best} loses {results[best].left_with_nothing} of {answerable} answers "
         f"and keeps {results[best].kept_per_query:.2f} passages a query, with F1 "
         f"{results[best].f1:.3f}; {other} loses {results[other].left_with_nothing} and keeps "
         f"{results[other].kept_per_query:.2f}, with F1 {results[other].f1:.3f}. Recommended: "
-        f"{best}, {reason}."
+        f"{best}, the best F1 of the rules by score that {reason}."
     )
 
 

@@ -216,8 +216,8 @@ class ThresholdSweep:
         """Thresholds from the highest to the lowest, and the mean at each; NaN where none has one.
 
         The thresholds are the highest score (nothing is kept), numbers halfway between two
-        scores, and the next number below the lowest score (everything is kept). So they scale and
-        move with the scores.
+        scores, and a number below the lowest score by a thousandth of their range (everything is
+        kept). So they scale and move with the scores.
 
         Args:
             weights: How often each query counts, (queries,); None for once each. Scores of
@@ -235,7 +235,8 @@ class ThresholdSweep:
         next_below = np.nextafter(scores, -np.inf)
         # Halfway between neighbouring numbers there is no other number.
         between = np.minimum((scores[:-1] + scores[1:]) / 2, next_below[:-1])
-        thresholds = np.concatenate([np.append(scores, 0.0)[:1], between, next_below[-1:]])
+        lowest = np.minimum(next_below[-1:], scores[-1:] - 0.001 * (scores[:1] - scores[-1:]))
+        thresholds = np.concatenate([np.append(scores, 0.0)[:1], between, lowest])
         value, count = totals[:, np.append(0, last + 1)]
         with np.errstate(invalid="ignore"):
             return thresholds, value / count

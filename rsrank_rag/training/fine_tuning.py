@@ -3,8 +3,8 @@
 Minimised is the loss of all queries plus ``penalty / 2`` times the squared change of the weights,
 in units that move a typical score alike in every artifact: few queries move the weights little,
 many move them far. Of several penalties that one is taken which is best on queries left out of
-training (cross-validation), by the mean of nDCG@5 and F1 at zero. The weights stay as they are
-unless that mean gains more than a standard error.
+training (cross-validation), by the mean of nDCG@5 and F1 at zero. Fine-tuning gains if that mean is
+above the base's by more than a standard error.
 
 With few queries B stays where an artifact has other weights: those are few, and move scores more.
 """
@@ -42,7 +42,7 @@ class FineTuningOptions(BaseModel, extra="forbid", frozen=True):
     """How an artifact's weights are fine-tuned."""
 
     penalties: tuple[float, ...] = Field(default=(10.0, 3.0, 1.0), min_length=1)
-    """Tried beside the weights as they are."""
+    """Tried one after another, from the greatest to the smallest."""
     folds: int = Field(default=5, ge=2)
     """Parts that are left out of training, one after another."""
     projection_from: int = 300
@@ -57,16 +57,18 @@ class FineTuned:
 
     Attributes:
         projection: The weights, trained on all queries.
-        penalty: The penalty of these weights; infinite where the weights stay as they are.
-        values: By penalty, infinite first: the mean of nDCG@5 and F1 at zero on queries left out.
-        before: The queries left out, scored with the weights before training, less the artifact's
-            threshold.
-        after: The same queries, scored with weights that were trained without them. The penalty
-            was chosen without them, too.
+        penalty: The penalty of these weights.
+        gains: Whether the mean of nDCG@5 and F1 on queries left out is higher with this penalty
+            than with the artifact's weights, by more than a standard error.
+        values: That mean by penalty; infinite, and first, for the artifact's weights.
+        before: The queries left out, scored with the artifact's weights, less its threshold.
+        after: The same queries, scored with fine-tuned weights. A query's weights were trained
+            without it, with the penalty that was best for queries of the other folds.
     """
 
     projection: Projection
     penalty: float
+    gains: bool
     values: dict[float, float]
     before: list[ScoredQuery]
     after: list[ScoredQuery]
@@ -82,8 +84,6 @@ def fine_tune(
     watch: Callable[[list[list[int]]], Iterable[list[int]]] = iter,
 ) -> FineTuned:
     """Fine-tune an artifact's weights, and score each query with weights that have not seen it.
-
-    The penalty of a fold's weights is chosen by the other folds.
 
     Args:
         features: Of the labelled queries.
@@ -117,11 +117,15 @@ def fine_tune(
         after += fold[_best(torch.cat(others, 1))]
     together = torch.cat(values, 1)
     best = _best(together)
+    gain = together[best] - together[0]
+    # Of a single query, the error is not a number.
+    error = gain.std() / math.sqrt(len(gain))
     *_, weights = tuner.path(everything, penalties[: best + 1])
     projection = copy.deepcopy(base)
     projection.load_state_dict({**base.state_dict(), **weights})
     means = dict(zip(penalties, together.mean(1).tolist(), strict=True))
-    return FineTuned(projection, penalties[best], means, before, after)
+    gains = bool(gain.mean() > error)
+    return FineTuned(projection, penalties[best], gains, means, before, after)
 
 
 def _values(queries: Sequence[ScoredQuery]) -> Tensor:
@@ -131,14 +135,8 @@ def _values(queries: Sequence[ScoredQuery]) -> Tensor:
 
 
 def _best(values: Tensor) -> int:
-    """The best of (penalties, queries); 0, for the weights as they are, if that is hardly worse."""
-    gains = values - values[0]
-    best = int(gains.mean(1).argmax())
-    # Of a single query, the error is not a number.
-    error = gains[best].std() / math.sqrt(gains.shape[1])
-    if not bool(gains[best].mean() > error):
-        return 0
-    return best
+    """Row of the best penalty of (1 + penalties, queries); the first row is the base's."""
+    return 1 + int(values[1:].mean(1).argmax())
 
 
 def fine_tuning_loss(scores: Tensor, relevant: Tensor, irrelevant: Tensor) -> Tensor:

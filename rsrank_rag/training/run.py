@@ -234,7 +234,12 @@ class TrainingRun:
             what = f"penalty {penalty:g}"
             if math.isinf(penalty):
                 what = f"the weights of {recipe.base}"
-            self.say(f"{value:.3f} mean of nDCG@5 and F1 at zero on queries held out: {what}")
+            self.say(f"{value:.3f} mean of nDCG@5 and F1 on queries held out: {what}")
+        if threshold:
+            self.say(
+                f"{recipe.base} has the threshold {threshold:g}. If these queries chose it, the "
+                "figures of the base are too high for new queries."
+            )
         verdict = judge(tuned.before, tuned.after)
         write_text(self.output / "verdict.json", verdict.model_dump_json(indent=2) + "\n")
         settings: dict[str, Any] = {
@@ -244,9 +249,9 @@ class TrainingRun:
             "outcome": verdict.outcome,
         }
         problem = verdict.problem
-        if math.isinf(tuned.penalty):
+        if not tuned.gains:
             problem = "no penalty gained more than a standard error on queries held out"
-        elif self.force:
+        if self.force:
             problem = None
         projection = base
         estimates = verdict.before
@@ -300,7 +305,12 @@ class TrainingRun:
             known = config.training
             notes = f"{known.notes} {record.notes}".strip()
             record = record.model_copy(
-                update={"data": known.data, "seed": known.seed, "notes": notes}
+                update={
+                    "data": known.data,
+                    "seed": known.seed,
+                    "settings": known.settings,
+                    "notes": notes,
+                }
             )
             return config.model_copy(update={"training": record})
         update = {

@@ -74,6 +74,8 @@ class Tuned:
     # The goal's measure on all queries, at the threshold in use so far and at the new one.
     value_before: float
     value: float
+    # The documents that score above the new threshold, as a share of all.
+    share_kept: float
     # The threshold so far against thresholds that were chosen without the queries they are
     # measured on.
     verdict: Verdict
@@ -116,8 +118,9 @@ class Tuned:
             aim = f"for {self.goal}"
         return (
             f"Threshold {aim}: {self.estimate}. On the {self.verdict.queries} queries that "
-            f"chose it {name} is {self.value:.3f}; {self._so_far} it is "
-            f"{self.value_before:.3f}.{self._direction()}{self._on_other_queries()}"
+            f"chose it {name} is {self.value:.3f}, with {self.share_kept:.0%} of the documents "
+            f"kept; {self._so_far} it is {self.value_before:.3f}."
+            f"{self._direction()}{self._on_other_queries()}"
         )
 
     @property
@@ -157,8 +160,9 @@ class Tuned:
                 words = f"it changes by {change}, beyond chance"
         elif held_out.is_below(self.goal.value):
             words = "the goal is missed beyond chance"
-        # Queries that all agree give an interval without width, however few they are.
-        elif low is not None and low != held_out.high and low >= self.goal.value - ROUNDING:
+        elif low is not None and low == held_out.high:
+            words = f"queries that all agree prove little, so {words}"
+        elif low is not None and low >= self.goal.value - ROUNDING:
             words = "the goal is reached beyond chance"
         lowest = min(self.held_out_thresholds)
         highest = max(self.held_out_thresholds)
@@ -216,6 +220,7 @@ def find_threshold(queries: Sequence[ScoredQuery], goal: Goal, before: float | N
         before=before,
         value_before=present_means(old).get(goal.metric, 0.0),
         value=present_means(new).get(goal.metric, 0.0),
+        share_kept=float(new["kept"].sum()) / sum(len(query.scores) for query in queries),
         verdict=judge(held_out, shifted, (before, 0.0)),
         held_out_thresholds=tuple(thresholds),
     )

@@ -18,9 +18,10 @@ from rsrank_rag import __version__
 from rsrank_rag.cli import app
 from rsrank_rag.cli.evaluation import ROWS, file_table
 from rsrank_rag.cli.options import catch_errors
-from rsrank_rag.cli.ranking import read_documents
+from rsrank_rag.cli.ranking import explanation_text, read_documents
 from rsrank_rag.errors import InputError
 from rsrank_rag.evaluation.metrics import plain, rules
+from rsrank_rag.passages.explanation import Explanation
 
 runner = CliRunner()
 
@@ -112,6 +113,13 @@ def test_rank_finds_documents_that_were_read_ahead_of_time(artifact, passages, t
     plain = rank_json(artifact, "-d", passages)
     for name in ("kept", "dropped"):
         assert [row["index"] for row in kept[name]] == [row["index"] for row in plain[name]]
+
+
+def test_explain_says_kept_or_dropped_by_the_threshold_of_the_model():
+    explanation = Explanation("q", "d", 0.4, False, ("q",), (1,), ((0.4,),), (((0.4,),),))
+    assert explanation_text(explanation, 0.0).plain.endswith("\nkept")
+    above = explanation_text(explanation, 0.5).plain
+    assert above.endswith("\ndropped: the threshold is 0.5")
 
 
 def test_explain_prints_parts_that_add_up_to_the_score(artifact):

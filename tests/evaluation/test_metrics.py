@@ -117,7 +117,7 @@ def test_the_best_threshold_moves_with_the_scores_even_where_all_or_nothing_is_b
         ScoredQuery([0.2, 0.1], [True, True]),
         ScoredQuery([0.2, 0.1], [False, False]),
     )
-    assert best_threshold([everything]) == (pytest.approx(0.1), 1.0)
+    assert best_threshold([everything]) == (pytest.approx(0.0999), 1.0)
     assert f1_at(everything, best_threshold([everything])[0]) == 1.0
     assert best_threshold([nothing]) == (0.2, 1.0)
     assert f1_at(nothing, 0.2) == 1.0
@@ -378,7 +378,7 @@ def test_the_recommendation_names_the_rule_that_loses_fewest_answers_and_what_ze
     assert recommend(queries) == (
         "On these queries zero with min_docs=1 loses 0 of 14 answers and keeps 1.00 passages a "
         "query, with F1 1.000; zero loses 6 and keeps 0.57, with F1 0.571. Recommended: zero with "
-        "min_docs=1, the best F1 of the rules that lose at most 10% of the answers."
+        "min_docs=1, the best F1 of the rules by score that lose at most 10% of the answers."
     )
 
 
@@ -386,7 +386,7 @@ def test_where_every_rule_loses_many_answers_the_recommendation_says_so():
     # The relevant document is the last of ten.
     worst = ScoredQuery([4.5 - place for place in range(10)], [False] * 9 + [True])
     assert recommend([worst] * 4).endswith(
-        "Recommended: zero, the best F1 of the rules that lose fewest answers."
+        "Recommended: zero, the best F1 of the rules by score that lose fewest answers."
     )
 
 

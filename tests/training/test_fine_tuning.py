@@ -177,7 +177,7 @@ def test_training_finds_the_zero_of_a_domain_and_says_so(base):
         > statistics.fmean(f1_at(q, 0.0) for q in before) + 0.2
     )
     assert judge(found.before, found.after).outcome == "better"
-    assert math.isfinite(found.penalty)
+    assert found.gains
     assert found.values[found.penalty] == max(found.values.values())
     in_turn = [features[number] for held in folds(20, 5) for number in held]
     assert [row.relevant for row in found.before] == [query.relevant for query in in_turn]
@@ -188,7 +188,7 @@ def test_training_finds_the_zero_of_a_domain_and_says_so(base):
 
 
 @pytest.mark.parametrize("threshold", [0.0, 2.0])
-def test_labels_at_random_leave_the_base_and_its_threshold_as_they_are(base, threshold):
+def test_labels_at_random_bring_no_gain_over_the_base_at_its_threshold(base, threshold):
     rng = random.Random(3)
     features = [
         replace(query, similarities=tuple((rng.random(), rng.random()) for _ in query.similarities))
@@ -200,10 +200,10 @@ def test_labels_at_random_leave_the_base_and_its_threshold_as_they_are(base, thr
     fitting.head_weight.data.zero_()
     options = FineTuningOptions(penalties=(0.001,))
     found = fine_tune(features, fitting, options, threshold=threshold, device="cpu")
-    assert found.penalty == math.inf
-    assert differences(found.projection, fitting) == [0.0, 0.0, 0.0]
+    assert not found.gains
     assert max(score for query in found.before for score in query.scores) < 0
-    assert found.after == found.before
+    # What is measured is what fine-tuning would have done, not the base once more.
+    assert all(a.scores != b.scores for a, b in zip(found.before, found.after, strict=True))
 
 
 def test_every_query_is_left_out_once():
@@ -229,12 +229,11 @@ def train(fused, monkeypatch, tmp_path):
     """
     data = written(tmp_path / "own.jsonl", labelled(4))
 
-    def run_with(before, after, *options, penalty=1.0):
+    def run_with(before, after, *options, gains=True):
         def tuned(features, projection, options, **settings):
             moved = copy.deepcopy(projection)
-            if math.isfinite(penalty):
-                moved.agreement.data += 1
-            return FineTuned(moved, penalty, {math.inf: 1.0, 1.0: 0.9}, before, after)
+            moved.agreement.data += 1
+            return FineTuned(moved, 1.0, gains, {math.inf: 1.0, 1.0: 0.9}, before, after)
 
         monkeypatch.setattr(run_module, "fine_tune", tuned)
         arguments = ("train", "--base", fused, "--data", data, "--output", tmp_path / "run")
@@ -303,10 +302,15 @@ def test_fine_tuned_weights_that_gain_are_written_with_their_penalty(train, fuse
 
 def test_a_base_that_no_penalty_improves_is_said_to_be_written(train, fused, tmp_path):
     before, _ = scorings()
-    said = train(before, before, penalty=math.inf)
+    said = train(before, before, gains=False)
     assert "verdict: no difference beyond chance" in said
     assert f"written: the weights of {fused}, unchanged: no penalty gained more than" in said
     assert moved_by(fused, tmp_path) == 0.0
+    settings = hub.read_config(tmp_path / "run" / "artifact").training.settings
+    assert settings == hub.read_config(fused).training.settings
+    # Force writes them here, too.
+    assert "written: fine-tuned weights, " in train(before, before, "--force", gains=False)
+    assert moved_by(fused, tmp_path) == 1.0
 
 
 def test_what_was_known_of_the_base_is_known_of_its_copy(train, fused, tmp_path):
@@ -317,7 +321,7 @@ def test_what_was_known_of_the_base_is_known_of_its_copy(train, fused, tmp_path)
     projection = hub.read_projection(fused, config)
     run_module.write_trained(base, config, projection, fused)
     before, _ = scorings()
-    train(before, before, "--base", base, penalty=math.inf)
+    train(before, before, "--base", base, gains=False)
     kept = hub.read_config(tmp_path / "run" / "artifact")
     train(*scorings(help=0.8), "--base", base)
     tuned = hub.read_config(tmp_path / "run" / "artifact")
@@ -334,6 +338,7 @@ def test_fine_tuned_weights_of_a_tuned_base_say_that_their_threshold_is_zero(
     run_module.write_trained(tmp_path / "base", config, hub.read_projection(fused, config), fused)
     said = train(*scorings(help=0.8), "--base", tmp_path / "base", "--force")
     assert "; threshold 0, no longer 0.25; penalty" in said
+    assert "has the threshold 0.25. If these queries chose it, the figures of the base" in said
     assert hub.read_config(tmp_path / "run" / "artifact").threshold == 0
 
 
@@ -341,7 +346,7 @@ def test_an_artifact_is_fine_tuned_and_says_how(fused, tmp_path):
     data = written(tmp_path / "own.jsonl", labelled(6))
     settings = ("--set", "fine_tuning.iterations=3", "--set", "fine_tuning.folds=2")
     arguments = ("train", "--base", fused, "--data", data, "--output", tmp_path / "run")
-    said = run(*arguments, *SETTINGS, *settings)
+    said = run(*arguments, *SETTINGS, *settings, "--force")
     assert "Measured on queries that were left out: 6" in said
     for word in ("nDCG@5", "precision", "recall", "F1", "nothing", "verdict: ", "written: "):
         assert word in said

@@ -62,7 +62,7 @@ def test_a_system_without_a_threshold_is_compared_with_keeping_everything():
     queries = [ScoredQuery([2.0, 1.0], [True, False])] * 4
     tuned = find_threshold(queries, Goal(), before=None)
     assert tuned.threshold == 1.5
-    assert "F1 is 1.000; with everything kept it is 0.667." in tuned.summary
+    assert "1.000, with 50% of the documents kept; with everything kept it is 0.667." in tuned.summary
     assert "so far" not in tuned.summary
     assert "so far" not in find_threshold(queries, Goal("recall", 0.9), before=None).summary
 
@@ -116,7 +116,17 @@ def test_the_thresholds_that_left_out_queries_were_measured_at_are_named():
 def test_queries_that_all_agree_are_no_proof_that_the_goal_is_reached():
     queries = [ScoredQuery([2.0, -1.0], [True, False])] * 4
     tuned = find_threshold(queries, Goal("precision", 0.99))
-    assert "1.000 (1.000 to 1.000): more labels are needed to say whether" in tuned.summary
+    words = "queries that all agree prove little, so more labels are needed to say whether"
+    assert f"1.000 (1.000 to 1.000): {words}" in tuned.summary
+
+
+def test_a_threshold_that_keeps_everything_says_so_and_keeps_it_in_other_units():
+    # A word search gives 0 where no word matches. Moved and scaled, such a score is still kept.
+    queries = [ScoredQuery([4.0, 0.0, 0.0], [True, True, False])] * 4
+    tuned = find_threshold(queries, Goal("recall", 1.0), before=None)
+    assert "with 100% of the documents kept" in tuned.summary
+    assert tuned.threshold < 0 < (0.0 - tuned.threshold) / 1e3
+    assert f"{tuned.threshold:.3f}" == "-0.004"
 
 
 def test_a_threshold_has_the_interval_of_the_thresholds_of_bootstrap_samples():
