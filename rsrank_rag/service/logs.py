@@ -77,10 +77,15 @@ def configure(level: str) -> logging.Handler:
     ``level``, such as ``INFO``, is that of this package and uvicorn; of others come warnings and
     errors.
     """
+    ours = ("rsrank_rag", "uvicorn")
     handler = logging.StreamHandler()
     handler.setFormatter(TextlessFormatter())
+    # A library may have set a lower level for its own logger.
+    handler.addFilter(
+        lambda record: record.levelno >= logging.WARNING or record.name.startswith(ours)
+    )
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
-    for name in ("rsrank_rag", "uvicorn"):
+    for name in ours:
         logging.getLogger(name).setLevel(level)
     logging.captureWarnings(True)
     return handler

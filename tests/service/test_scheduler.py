@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import logging
 import multiprocessing
 import os
 import random
@@ -588,6 +589,26 @@ async def test_the_models_process_logs_as_it_is_told_to(tmp_path, capfd):
         await scheduler.score(pairs("lost"))
     lines = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
     assert [line["level"] for line in lines if "device is lost" in line["message"]] == ["ERROR"]
+
+
+def configured_beside_a_library_that_logs_everything():
+    from rsrank_rag.service.logs import configure
+
+    configure("INFO")
+    library = logging.getLogger("library")
+    library.setLevel(logging.DEBUG)
+    library.debug("noise")
+    library.warning("trouble")
+
+
+async def test_of_other_libraries_only_warnings_are_logged(tmp_path, capfd):
+    pytest.importorskip("pythonjsonlogger")
+    prepare = configured_beside_a_library_that_logs_everything
+    async with running(partial(Mortal, tmp_path), prepare=prepare) as scheduler:
+        await scheduler.score(pairs("a"))
+    lines = [json.loads(line)["message"] for line in capfd.readouterr().err.splitlines()]
+    assert "trouble" in lines
+    assert "noise" not in lines
 
 
 async def test_a_process_that_loses_its_device_is_replaced(tmp_path):
