@@ -29,8 +29,8 @@ MEASURES = {
 # between 50 and 100.
 FEW_QUERIES = 100
 
-# A loss is ruled out if the interval ends above minus this. On those draws any value from 0 to 0.05
-# rules out none. 0.1 rules out one, in which other queries lost nothing either.
+# A loss is ruled out if the interval ends above minus this. With any value from 0 to 0.05, none of
+# those draws rules out a loss. With 0.1 one draw does, and other queries lost nothing there.
 TOLERANCE = 0.02
 
 
