@@ -62,7 +62,8 @@ def test_a_system_without_a_threshold_is_compared_with_keeping_everything():
     queries = [ScoredQuery([2.0, 1.0], [True, False])] * 4
     tuned = find_threshold(queries, Goal(), before=None)
     assert tuned.threshold == 1.5
-    assert "1.000, with 50% of the documents kept; with everything kept it is 0.667." in tuned.summary
+    kept = "with 50% of the documents kept; with everything kept it is 0.667."
+    assert f"F1 is 1.000, {kept}" in tuned.summary
     assert "so far" not in tuned.summary
     assert "so far" not in find_threshold(queries, Goal("recall", 0.9), before=None).summary
 
