@@ -186,7 +186,7 @@ def explain(
         del fields["head_parts"]
         _print_json(fields)
     else:
-        screen.print(explanation_text(explanation, ranker.threshold), soft_wrap=True)
+        screen.print(explanation_text(explanation, ranker.config.threshold), soft_wrap=True)
 
 
 def explanation_text(explanation: Explanation, threshold: float) -> Text:
