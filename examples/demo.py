@@ -27,7 +27,8 @@ def main() -> None:
     screen.print("Why? A score is a sum over the query's tokens (rows) and the layers (columns):\n")
     for document in (result.kept[:1], result.dropped[-1:]):
         for ranked in document:
-            screen.print(explanation_text(ranker.explain(QUERY, ranked.text)), soft_wrap=True)
+            explanation = ranker.explain(QUERY, ranked.text)
+            screen.print(explanation_text(explanation, ranker.config.threshold), soft_wrap=True)
             screen.print()
     screen.print('Your own text:  .venv/bin/rsrank rank --query "..." --documents FILE')
 

@@ -5,7 +5,7 @@ import json
 import shutil
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -23,6 +23,14 @@ def is_stale(partial: Path) -> bool:
         return False
 
 
+def remove_stale(folder: Path) -> None:
+    """Remove partial files that killed writers have left in a folder and in folders below it."""
+    for partial in folder.rglob("*.partial"):
+        if is_stale(partial):
+            with suppress(OSError):
+                partial.unlink()
+
+
 @contextmanager
 def appearing(path: Path) -> Iterator[Path]:
     """Give a path to write to, and move the file to ``path`` when the block has ended.
@@ -34,6 +42,10 @@ def appearing(path: Path) -> Iterator[Path]:
     try:
         yield partial
         partial.replace(path)
+    except OSError as error:
+        # The error of a full disk names no file.
+        error.filename = error.filename or str(path)
+        raise
     finally:
         partial.unlink(missing_ok=True)
 

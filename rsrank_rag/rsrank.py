@@ -284,28 +284,28 @@ class RSRank(Pretrained, Reranker):
                 the folder may hold, or an entry is not text.
             ScoringError: A document does not fit into memory even alone.
         """
+        disk = self.cache.tiers.disk
+        if disk is None:
+            raise InputError(
+                "There is no folder for prefixes. Load the model with prefix_cache=FOLDER."
+            )
         missing = self._not_on_disk(documents)
         try:
             with tqdm(
                 total=len(missing), disable=not show_progress, unit="doc", desc="reading"
             ) as bar:
-                self.cache.write(missing, self.backbone, self.token_budget, bar.update)
+                self.cache.write(missing, disk, self.backbone, self.token_budget, bar.update)
         except DoesNotFitError as error:
             raise too_large(len(error.ids), missing[error.ids]) from None
         return len(missing)
 
     def _not_on_disk(self, documents: Sequence[str]) -> dict[Ids, int]:
         """Token ids of documents whose prefix is not on disk, with the first position of each."""
-        tiers = self.cache.tiers
-        if tiers.disk is None:
-            raise InputError(
-                "There is no folder for prefixes. Load the model with prefix_cache=FOLDER."
-            )
         missing: dict[Ids, int] = {}
         for position, document in enumerate(self.prompts.documents(as_list(documents), 0)):
             if document.empty or document.ids in missing:
                 continue
-            if tiers.read_file(self.cache.key(document.ids)) is None:
+            if self.cache.tiers.read_file(self.cache.key(document.ids)) is None:
                 missing[document.ids] = position
         return missing
 

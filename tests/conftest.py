@@ -362,10 +362,10 @@ def spans_of_langchain():
 
 @pytest.fixture(scope="session")
 def ray_cluster(tmp_path_factory):
-    """A local Ray cluster of several processes that can import the modules of this folder."""
+    """A local Ray cluster whose processes can import the modules of this folder and of examples."""
     ray = pytest.importorskip("ray")
     here = Path(__file__).parent
-    folders = [here.parent, here, here / "bulk"]
+    folders = [here.parent, here, here / "bulk", here.parent / "examples"]
     os.environ["PYTHONPATH"] = os.pathsep.join(map(str, folders))
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     ray.init(

@@ -44,6 +44,9 @@ DECIDING = (
     "*.safetensors.index.json",
 )
 
+# Bytes. Those of known models have at most 35 million. A larger file would fill the memory.
+LARGEST_TOKENIZER = 200_000_000
+
 _PROBE = (
     "Who wrote it, and when? 1984 naïve façade — 東京 Привет 😀\n\tdef f(x): return x**2 <s>[MASK]"
 )
@@ -141,8 +144,12 @@ def check_files(
         The hashes of the files that are there.
 
     Raises:
-        ArtifactError: Files are damaged, missing, added, or of another revision.
+        ArtifactError: Files are damaged, missing, added, or of another revision, or the tokenizer
+            is larger than `LARGEST_TOKENIZER`.
     """
+    tokenizer = folder / "tokenizer.json"
+    if tokenizer.is_file() and tokenizer.stat().st_size > LARGEST_TOKENIZER:
+        raise ArtifactError(f"{tokenizer} has more than {LARGEST_TOKENIZER:,} bytes.")
     recorded = spec.files
     present = hashes(folder)
     different = []

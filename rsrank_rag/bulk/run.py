@@ -9,7 +9,7 @@ from typing import Any
 
 from ..errors import InputError
 from ..evaluation.datasets import opener
-from ..partial_files import appearing, differences
+from ..partial_files import appearing, differences, remove_stale
 from ..reranker import Reranker
 from .files import Shard, find_shards, read_rows
 from .pairs import COLUMNS, PAIR, PairScorer, check_columns
@@ -54,6 +54,7 @@ def score_files(
     folder = Path(output).absolute()
     shards = find_shards(source, folder)
     _check_folder(folder, settings, shards)
+    remove_stale(folder)
     todo = [shard for shard in shards if not shard.is_done]
     scorer = PairScorer(make, str(settings.get("model", "the model")))
     numbers = Counter(skipped=len(shards) - len(todo))

@@ -107,10 +107,6 @@ def evaluate(
         parse(name)
     sets = read_sets(data)
     measured = [_measure(ModelSource(name, revision, load), sets, threshold) for name in model]
-    if report is not None:
-        with problems.status("Writing the report ..."):
-            write_report(report, measured, sets)
-        problems.print(f"Report: {report / 'index.html'}", soft_wrap=True)
     records: list[dict[str, Any]] = []
     for one in measured:
         for title, queries in one.scored.items():
@@ -120,13 +116,18 @@ def evaluate(
             records.append({**about, **figures, "recommendation": advice})
     if as_json:
         typer.echo(json.dumps(records, ensure_ascii=False, indent=2))
-        return
-    for title in sets:
-        screen.print(file_table(title, [one for one in records if one["dataset"] == title]))
-    for one in measured:
-        pooled = [query for queries in one.scored.values() for query in queries]
-        screen.print(rules_table(one.name, pooled, one.threshold))
-        screen.print(recommend(pooled, threshold=one.threshold))
+    else:
+        for title in sets:
+            screen.print(file_table(title, [one for one in records if one["dataset"] == title]))
+        for one in measured:
+            pooled = [query for queries in one.scored.values() for query in queries]
+            screen.print(rules_table(one.name, pooled, one.threshold))
+            screen.print(recommend(pooled, threshold=one.threshold))
+    # Last, so that a full disk does not lose the figures.
+    if report is not None:
+        with problems.status("Writing the report ..."):
+            write_report(report, measured, sets)
+        problems.print(f"Report: {report / 'index.html'}", soft_wrap=True)
 
 
 def _measure(source: ModelSource, sets: LabelledSets, threshold: float | None) -> Measured:

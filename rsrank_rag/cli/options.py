@@ -82,8 +82,13 @@ def catch_errors(resumes: bool = False) -> Iterator[None]:
         raise typer.Exit(130) from None
 
 
+def printable(text: str) -> str:
+    """A text of others without control characters, which could change what a terminal shows."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\ufffd", text)
+
+
 def _exit(code: int, message: str) -> None:
-    message = " ".join(message.split())
+    message = printable(" ".join(message.split()))
     if not message.endswith((".", "!", "?")):
         message += "."
     problems.print(Text.assemble(("error: ", "bold red"), message), soft_wrap=True)

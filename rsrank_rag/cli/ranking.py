@@ -15,6 +15,7 @@ from rich.text import Text
 from typer import Option
 
 from ..adapters.systems import load as load_reranker
+from ..adapters.systems import parse
 from ..errors import InputError
 from ..language_model.options import LoadOptions, ModelSource
 from ..method.template import clean
@@ -29,6 +30,7 @@ from .options import (
     Revision,
     System,
     command,
+    printable,
     problems,
     screen,
 )
@@ -91,7 +93,7 @@ def _print_json(content: Any) -> None:
 
 def result_text(result: RankResult) -> Text:
     """A result with kept documents in green and dropped ones in grey."""
-    text = Text(str(result), "bold")
+    text = Text(printable(str(result)), "bold")
     text.highlight_regex(r"(?m)^\+.*", "not bold green")
     text.highlight_regex(r"(?m)^-.*", "not bold dim")
     return text
@@ -198,7 +200,10 @@ def explanation_text(explanation: Explanation, threshold: float) -> Text:
     if threshold:
         verdict = f"{verdict}: the threshold is {threshold:g}"
     return Text.assemble(
-        (explanation.query, "bold"), "\n", (document, "dim"), f"\n{explanation}\n{verdict}"
+        (printable(explanation.query), "bold"),
+        "\n",
+        (printable(document), "dim"),
+        f"\n{printable(str(explanation))}\n{verdict}",
     )
 
 
@@ -222,10 +227,10 @@ def info(
     if as_json:
         typer.echo(config.model_dump_json(indent=2))
         return
-    typer.echo(model_card(config))
+    typer.echo(printable(model_card(config)))
     limits = folder / hub.LIMITS
     if limits.is_file():
-        typer.echo(f"Limits: {limits.read_text(encoding='utf-8').strip()}")
+        typer.echo(printable(f"Limits: {limits.read_text(encoding='utf-8').strip()}"))
     dtype = LoadOptions().settled_dtype(config.backbone.model_type, int8=config.int8)
     typer.echo(f"Computed here in {dtype}.")
 
@@ -258,13 +263,18 @@ def score(
     settings = {
         "model": model,
         "revision": revision,
-        "dtype": load.dtype,
-        "weights": load.weights,
         "prefixes": prefixes is not None,
+        **load.model_dump(
+            mode="json", exclude={"device", "local_files_only", "token", "cache_dir"}
+        ),
     }
-    projection = Path(model) / hub.PROJECTION
-    if projection.is_file():
-        settings["sha256"] = digest_of(projection)
+    kind, name = parse(model)
+    file = Path(name)
+    if kind is None:
+        file = hub.resolve(model, revision, load) / hub.PROJECTION
+    # A Hub id has no file.
+    if file.is_file():
+        settings["sha256"] = digest_of(file)
     numbers = score_files(
         source,
         output,

@@ -15,6 +15,7 @@ from ..language_model.options import LoadOptions, ModelSource
 from .options import Revision, System, command, problems, screen
 
 if TYPE_CHECKING:
+    from ..training.tune import Tuned
     from ..training.verdict import Verdict
 
 app = typer.Typer()
@@ -116,15 +117,19 @@ def tune(
     elif precision is not None:
         goal = Goal("precision", precision)
     with problems.status(f"Scoring {data} ..."):
-        tuned = tune(source, data, output, goal, force=force)
+        tuned = tune(source, data, output, goal, force=force, show=show_tuned)
+    if tuned.problem and not force:
+        raise TrainingError(f"Nothing was written: {tuned.problem}. --force writes it.")
+    screen.print(f"written: threshold {tuned.threshold:.3f}, in {output}", soft_wrap=True)
+
+
+def show_tuned(tuned: Tuned) -> None:
+    """Print a threshold, and what it changes."""
     screen.print(tuned.summary, soft_wrap=True)
     show_verdict(tuned.verdict, ("so far", "tuned"))
     # Another measure pays for the goal, so the changes are named without a verdict.
     changes = tuned.verdict.changes or "none"
     screen.print(f"changes beyond chance on these queries: {changes}", soft_wrap=True)
-    if tuned.problem and not force:
-        raise TrainingError(f"Nothing was written: {tuned.problem}. --force writes it.")
-    screen.print(f"written: threshold {tuned.threshold:.3f}, in {output}", soft_wrap=True)
 
 
 def show_verdict(verdict: Verdict, names: tuple[str, str]) -> None:

@@ -1,5 +1,6 @@
 """Labelled passages: one query a line, with its documents and which of them are relevant."""
 
+import codecs
 import gzip
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -10,6 +11,9 @@ from pydantic import BaseModel, StrictBool, ValidationError
 
 from ..errors import InputError, problems_of
 from ..passages.titles import with_title
+
+# Bytes. A longer line, as a compressed file can hold it, would fill the memory.
+LONGEST_LINE = 100_000_000
 
 
 class LabelledDocument(BaseModel, frozen=True):
@@ -64,20 +68,28 @@ def read_labelled(path: str | Path) -> list[LabelledQuery]:
     """Read ``.jsonl`` or ``.jsonl.gz``.
 
     Raises:
-        InputError: The file cannot be read; the message has the number of a line that is wrong.
+        InputError: The file cannot be read, or two queries have the same id; the message has the
+            number of a line that is wrong.
     """
-    queries = []
+    queries: dict[str, LabelledQuery] = {}
     for place, line in read_lines(Path(path)):
         try:
-            queries.append(LabelledQuery.model_validate_json(line))
+            query = LabelledQuery.model_validate_json(line)
         except ValidationError as error:
             raise InputError(
                 f"{place}: {problems_of(error)}. Each line must be "
                 '{"id", "query", "documents": [{"id", "text", "relevant": true|false, "title"?}]}.'
             ) from None
+        # A copy of a query would be measured with weights or a threshold that the query has chosen.
+        if query.id in queries:
+            raise InputError(
+                f"{place}: another query has the id {query.id!r}. Give each query its own id, and "
+                "remove copies."
+            )
+        queries[query.id] = query
     if not queries:
         raise InputError(f"{path} holds no queries.")
-    return queries
+    return list(queries.values())
 
 
 def read_lines(path: Path) -> Iterator[tuple[str, bytes]]:
@@ -86,13 +98,18 @@ def read_lines(path: Path) -> Iterator[tuple[str, bytes]]:
     A file whose name ends in ``.gz`` is decompressed.
 
     Raises:
-        InputError: The file cannot be read.
+        InputError: The file cannot be read, or a line is longer than `LONGEST_LINE`.
     """
     try:
         with opener(path)(path, "rb") as file:
-            for number, line in enumerate(file, start=1):
+            lines = iter(lambda: file.readline(LONGEST_LINE), b"")
+            for number, line in enumerate(lines, start=1):
+                place = f"{path}, line {number}"
+                if len(line) == LONGEST_LINE:
+                    raise InputError(f"{place} is longer than {LONGEST_LINE:,} bytes.")
                 if line.strip():
-                    yield f"{path}, line {number}", line
+                    # Some editors begin a file with a byte order mark.
+                    yield place, line.removeprefix(codecs.BOM_UTF8)
     except (OSError, EOFError, zlib.error) as error:
         raise InputError(f"{path} could not be read: {error}") from error
 

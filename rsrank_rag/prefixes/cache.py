@@ -140,10 +140,11 @@ class PrefixTiers:
 
     def put(self, key: str, prefix: Prefix) -> Prefix:
         """Cache a prefix. Returns what later calls will get, so that all calls score alike."""
-        packed = None if self.disk is None else PackedPrefix.of(prefix)
-        if packed is not None:
-            prefix = packed.unpack(self.device, self.dtype)
-            self.write_file(key, packed)
+        if self.disk is not None:
+            packed = PackedPrefix.of(prefix)
+            if packed is not None:
+                prefix = packed.unpack(self.device, self.dtype)
+                self._write_file(self.disk, key, packed)
         self._remember(key, prefix)
         return prefix
 
@@ -161,26 +162,20 @@ class PrefixTiers:
                 self.counts.corrupt += 1
         return None
 
-    def write_file(self, key: str, packed: PackedPrefix) -> bool:
-        """Write a prefix to disk; False without a disk or after an error.
-
-        The first error is logged.
-        """
-        if self.disk is None:
-            return False
+    def _write_file(self, disk: Disk, key: str, packed: PackedPrefix) -> None:
+        """Write a prefix to disk. The first error is logged, and all are counted."""
         try:
-            evicted = self.disk.put(key, packed)
+            evicted = disk.put(key, packed)
         except OSError as error:
             with self._lock:
                 self.counts.write_errors += 1
                 first = self.counts.write_errors == 1
             if first:
-                folder = self.disk.folder
+                folder = disk.folder
                 logger.warning("Prefixes cannot be written to %s: %s. Going on.", folder, error)
-            return False
+            return
         with self._lock:
             self.counts.evictions += evicted
-        return True
 
     def stats(self) -> dict[str, int]:
         """The fields of `Statistics`."""
@@ -261,6 +256,7 @@ class CachedPrefixes:
     def write(
         self,
         documents: Collection[Ids],
+        disk: Disk,
         backbone: "LanguageModel",
         budget: int,
         progress: Callable[[int], object],
@@ -271,44 +267,42 @@ class CachedPrefixes:
 
         Args:
             documents: Token ids.
+            disk: Where to.
             backbone: The model.
             budget: Padded tokens of a batch.
             progress: Called with the number of documents of each batch that was run.
 
         Raises:
-            InputError: The prefixes do not fit into the folder, or could not be written.
+            InputError: The prefixes do not fit into the folder, or one could not be written.
             DoesNotFitError: A document does not fit into memory even alone.
         """
-        disk = self.tiers.disk
         size = disk_bytes(backbone, documents)
-        if disk is not None and size > disk.limit:
+        if size > disk.limit:
             raise InputError(
                 f"The prefixes take {size / 1e9:.2f} GB and the folder may hold "
                 f"{disk.limit / 1e9:.2f} GB: the first would leave before the last is written. "
                 "Raise disk=, or index fewer documents."
             )
-        failed = 0
         batches = Batches(documents, budget)
-        for batch in batches:
-            with batches.attempt():
-                failed += self._write_batch(batch, backbone)
-                progress(len(batch))
-        if failed:
+        try:
+            for batch in batches:
+                with batches.attempt():
+                    self._write_batch(batch, disk, backbone)
+                    progress(len(batch))
+        except OSError as error:
             raise InputError(
-                f"{failed} of {len(documents)} prefixes could not be written (is the disk full?). "
-                "Make room and index again: what was written is not run again."
-            )
+                f"Prefixes could not be written: {error}. Make room there, or name another folder. "
+                "What was written is not run again."
+            ) from error
 
-    def _write_batch(self, batch: Sequence[Ids], backbone: "LanguageModel") -> int:
-        """Run a batch and write its prefixes; how many could not be written."""
+    def _write_batch(self, batch: Sequence[Ids], disk: Disk, backbone: "LanguageModel") -> None:
+        """Run a batch and write its prefixes."""
         with backbone.inference():
             run = backbone.prefill(batch)
-        failed = 0
         for number, ids in enumerate(batch):
             packed = PackedPrefix.of(run.row(number))
-            if packed is not None and not self.tiers.write_file(self.key(ids), packed):
-                failed += 1
-        return failed
+            if packed is not None:
+                disk.put(self.key(ids), packed)
 
 
 def disk_bytes(backbone: "LanguageModel", documents: Collection[Ids]) -> int:

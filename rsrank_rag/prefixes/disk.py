@@ -17,7 +17,7 @@ from typing_extensions import Self
 
 from ..method.arrays import cast, namespace, to_numpy
 from ..method.prefix import Prefix
-from ..partial_files import appearing, is_stale
+from ..partial_files import appearing, remove_stale
 
 FORMAT = "rsrank-prefix-3"
 
@@ -91,11 +91,7 @@ class Disk:
         self.folder = folder
         self.limit = limit
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # Left by writers that were killed.
-        for partial in folder.glob("*/*.partial"):
-            if is_stale(partial):
-                with contextlib.suppress(OSError):
-                    partial.unlink()
+        remove_stale(folder)
         self.bytes = sum(size for _, size, _ in self._files())
         # Bytes written since the folder was last listed: other processes write there, too.
         self._since = 0

@@ -44,14 +44,21 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
 def keys_in(file: Path | None) -> list[str]:
-    """Keys of a file, if there is one, one a line; InputError if it cannot be read or has none."""
+    """Keys of a file, if there is one, one a line; InputError if it cannot be read or has none.
+
+    Lines that begin with ``#`` are comments.
+    """
     if file is None:
         return []
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        # Reading a pipe could wait for ever.
+        if not file.is_file():
+            raise OSError("it is no file")
+        # Some editors begin a file with a byte order mark.
+        lines = file.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"--api-key-file {file} could not be read: {error}") from error
-    keys = [line.strip() for line in lines if line.strip()]
+    keys = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
     if not keys:
         raise InputError(f"--api-key-file {file} holds no key. Write one a line.")
     return keys

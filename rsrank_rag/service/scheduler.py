@@ -46,6 +46,9 @@ SHARE = 0.5
 # much. So a short request hardly waits for a large one, and no client gains more than this.
 CREDIT_SECONDS = 0.25
 
+# Seconds without work after which the model's process is asked for a sign of life.
+IDLE_SECONDS = 10.0
+
 # Longest pause in seconds before a model that could not be loaded is tried again.
 LONGEST_PAUSE = 30.0
 
@@ -243,11 +246,10 @@ class Scheduler:
                 await self._restart()
                 continue
             batch = self._running = self._queue.next_batch(self._batch_tokens)
-            if not batch:
-                await self._work.wait()
-                continue
             try:
-                if batch[0].part is None:
+                if not batch:
+                    await self._idle()
+                elif batch[0].part is None:
                     await self._cut(batch)
                 else:
                     await self._score(batch)
@@ -263,6 +265,13 @@ class Scheduler:
                 for item in batch:
                     item.document.fail(text)
             self._running = []
+
+    async def _idle(self) -> None:
+        """Wait for work. After some time without work, see whether the process still answers."""
+        try:
+            await asyncio.wait_for(self._work.wait(), IDLE_SECONDS)
+        except asyncio.TimeoutError:
+            _, self._model_stats = await self.model.call("run", [], False)
 
     async def _cut(self, batch: Sequence[QueueItem]) -> None:
         """Have the model's process cut documents, and queue their parts."""

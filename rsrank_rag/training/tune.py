@@ -1,7 +1,7 @@
 """A threshold for a wanted precision or recall, or the best F1, from labelled queries."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -227,7 +227,13 @@ def find_threshold(queries: Sequence[ScoredQuery], goal: Goal, before: float | N
 
 
 def tune(
-    source: ModelSource, data: Path, output: Path, goal: Goal, *, force: bool = False
+    source: ModelSource,
+    data: Path,
+    output: Path,
+    goal: Goal,
+    *,
+    force: bool = False,
+    show: Callable[[Tuned], object] = str,
 ) -> Tuned:
     """Write a copy of an artifact with the threshold that reaches a goal on labelled queries.
 
@@ -237,6 +243,7 @@ def tune(
         output: Folder of the new artifact; for another system, a file that ends in ``.json``.
         goal: What the threshold should reach.
         force: Write the artifact even if there is a `Tuned.problem`.
+        show: Receives the threshold before it is written.
 
     Returns:
         The threshold. Nothing was written where it has a problem, unless ``force``.
@@ -251,6 +258,7 @@ def tune(
     ranker = systems.load(source)
     scored = score_dataset(ranker, queries)
     tuned = find_threshold(scored, goal, ranker.threshold)
+    show(tuned)
     if tuned.problem and not force:
         return tuned
     note = f"Threshold for {goal} on {len(queries)} labelled queries of {data.name}."

@@ -11,9 +11,10 @@ from ray_models import Lengths, refuse
 
 pytest.importorskip("ray.serve")
 
+from ray_service import application
+
 from rsrank_rag.service.app import Settings, create_app
 from rsrank_rag.service.fair_queue import QueueLimits
-from rsrank_rag.service.ray import application
 from rsrank_rag.service.scheduler import Scheduler
 
 pytestmark = pytest.mark.ray

@@ -1,15 +1,14 @@
-"""The service on a Ray cluster: Ray Serve's proxy before replicas of the app."""
+"""The service on a Ray cluster: Ray Serve's proxy before replicas of the app.
+
+Needs the extra: pip install '.[ray]'. docs/scale.md says what the replicas promise.
+"""
 
 from collections.abc import Callable
 from typing import Any
 
 from fastapi import FastAPI
-
-from ..errors import needs
-
-with needs("The service on Ray needs {}.", "ray", "ray"):
-    from ray import serve
-    from ray.serve import Application
+from ray import serve
+from ray.serve import Application
 
 
 class _Replica:
