@@ -289,7 +289,13 @@ class RSRank(Pretrained, Reranker):
             raise InputError(
                 "There is no folder for prefixes. Load the model with prefix_cache=FOLDER."
             )
-        missing = self._not_on_disk(documents)
+        # Token ids, with their first position.
+        missing: dict[Ids, int] = {}
+        for position, document in enumerate(self.prompts.documents(as_list(documents), 0)):
+            if document.empty or document.ids in missing:
+                continue
+            if self.cache.tiers.read_file(self.cache.key(document.ids)) is None:
+                missing[document.ids] = position
         try:
             with tqdm(
                 total=len(missing), disable=not show_progress, unit="doc", desc="reading"
@@ -298,16 +304,6 @@ class RSRank(Pretrained, Reranker):
         except DoesNotFitError as error:
             raise too_large(len(error.ids), missing[error.ids]) from None
         return len(missing)
-
-    def _not_on_disk(self, documents: Sequence[str]) -> dict[Ids, int]:
-        """Token ids of documents whose prefix is not on disk, with the first position of each."""
-        missing: dict[Ids, int] = {}
-        for position, document in enumerate(self.prompts.documents(as_list(documents), 0)):
-            if document.empty or document.ids in missing:
-                continue
-            if self.cache.tiers.read_file(self.cache.key(document.ids)) is None:
-                missing[document.ids] = position
-        return missing
 
     def token_ends(self, document: str) -> tuple[list[int], int]:
         """See `Reranker.token_ends`."""

@@ -269,9 +269,7 @@ def score(
         ),
     }
     kind, name = parse(model)
-    file = Path(name)
-    if kind is None:
-        file = hub.resolve(model, revision, load) / hub.PROJECTION
+    file = Path(name) if kind else hub.resolve(model, revision, load) / hub.PROJECTION
     # A Hub id has no file.
     if file.is_file():
         settings["sha256"] = digest_of(file)

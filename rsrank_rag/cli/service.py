@@ -18,7 +18,7 @@ from typer import Option
 
 from ..adapters.systems import load as load_reranker
 from ..adapters.systems import parse
-from ..errors import InputError, nearest
+from ..errors import InputError
 from ..language_model.options import LoadOptions, ModelSource
 from ..prefixes.settings import Choice, PrefixCache, as_bytes
 from .options import Revision, System, command, screen
@@ -53,7 +53,7 @@ def prepare_logs(level: str) -> None:
 
 def read_keys(environment: str) -> tuple[str, ...]:
     """API keys of the environment variables, separated by commas."""
-    return tuple(dict.fromkeys(key for part in environment.split(",") if (key := part.strip())))
+    return tuple(key for part in environment.split(",") if (key := part.strip()))
 
 
 def prefix_choice(size: str | None, folder: Path | None) -> Choice:
@@ -64,12 +64,12 @@ def prefix_choice(size: str | None, folder: Path | None) -> Choice:
     Raises:
         InputError: ``size`` is no size.
     """
+    device = None if size is None else as_bytes(size)
     if folder is not None:
-        device = None if size is None else as_bytes(size)
         return PrefixCache(device=device, folder=str(folder))
-    if size is None:
+    if device is None:
         return True
-    return as_bytes(size) or False
+    return device or False
 
 
 class ServeOptions(BaseModel, use_attribute_docstrings=True):
@@ -117,10 +117,8 @@ def serve(
         Path | None, Option("--prefixes", "-p", help="Folder of a prefix cache on disk.")
     ] = None,
     program: Annotated[
-        str | None,
-        Option(
-            "--for", help=f"Answer as this program needs, and say what to enter: {', '.join(APPS)}."
-        ),
+        Literal[tuple(APPS)] | None,  # type: ignore[valid-type]
+        Option("--for", help="Answer as this program needs, and say what to enter in it."),
     ] = None,
 ) -> None:
     """Answer over HTTP, as clients of Cohere, Jina, TEI, vLLM, Infinity and NVIDIA ask.
@@ -134,10 +132,6 @@ def serve(
     changed in their file.
     """
     parse(model)
-    if program is not None and program not in APPS:
-        raise InputError(
-            f"--for {program} is not known.{nearest(program, APPS)} Choose of: {', '.join(APPS)}."
-        )
     for_program = APPS.get(program, {"drop": False, "enter": []})
     cache = prefix_choice(options.prefix_cache, prefixes)
     source = ModelSource(model, revision, load, prefix_cache=cache)
@@ -208,11 +202,10 @@ def run(backend: Scheduler, settings: Settings, options: ServeOptions, enter: st
         )
         try:
             server.run(sockets=[bound])
-        except SystemExit:
-            if app.state.failure is None:
-                raise
-        if app.state.failure is not None:
-            raise app.state.failure
+        finally:
+            # It says more than the SystemExit of the server.
+            if app.state.failure is not None:
+                raise app.state.failure
         if app.state.metrics.unanswered:
             raise typer.Exit(1)
 

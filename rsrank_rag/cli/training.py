@@ -128,8 +128,9 @@ def show_tuned(tuned: Tuned) -> None:
     screen.print(tuned.summary, soft_wrap=True)
     show_verdict(tuned.verdict, ("so far", "tuned"))
     # Another measure pays for the goal, so the changes are named without a verdict.
-    changes = tuned.verdict.changes or "none"
-    screen.print(f"changes beyond chance on these queries: {changes}", soft_wrap=True)
+    screen.print(
+        f"changes beyond chance on these queries: {tuned.verdict.changes or 'none'}", soft_wrap=True
+    )
 
 
 def show_verdict(verdict: Verdict, names: tuple[str, str]) -> None:

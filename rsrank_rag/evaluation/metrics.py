@@ -233,10 +233,10 @@ class ThresholdSweep:
         last = np.flatnonzero(np.diff(scores, append=-np.inf))
         scores = scores[last]
         next_below = np.nextafter(scores, -np.inf)
+        next_below[-1:] -= 0.001 * (scores[:1] - scores[-1:])
         # Halfway between neighbouring numbers there is no other number.
         between = np.minimum((scores[:-1] + scores[1:]) / 2, next_below[:-1])
-        lowest = np.minimum(next_below[-1:], scores[-1:] - 0.001 * (scores[:1] - scores[-1:]))
-        thresholds = np.concatenate([np.append(scores, 0.0)[:1], between, lowest])
+        thresholds = np.concatenate([np.append(scores, 0.0)[:1], between, next_below[-1:]])
         value, count = totals[:, np.append(0, last + 1)]
         with np.errstate(invalid="ignore"):
             return thresholds, value / count

@@ -169,10 +169,10 @@ class PrefixTiers:
         except OSError as error:
             with self._lock:
                 self.counts.write_errors += 1
-                first = self.counts.write_errors == 1
-            if first:
-                folder = disk.folder
-                logger.warning("Prefixes cannot be written to %s: %s. Going on.", folder, error)
+            if self.counts.write_errors == 1:
+                logger.warning(
+                    "Prefixes cannot be written to %s: %s. Going on.", disk.folder, error
+                )
             return
         with self._lock:
             self.counts.evictions += evicted
@@ -186,11 +186,6 @@ class PrefixTiers:
                 self.counts.disk_bytes = self.disk.bytes
                 self.counts.disk_limit = self.disk.limit
             return asdict(self.counts)
-
-    def clear(self) -> None:
-        """Forget what is in memory; files stay."""
-        with self._lock:
-            self.on_device = _Memory(self.on_device.limit)
 
 
 class CachedPrefixes:

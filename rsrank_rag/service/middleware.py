@@ -53,12 +53,12 @@ def keys_in(file: Path | None) -> list[str]:
     try:
         # Reading a pipe could wait for ever.
         if not file.is_file():
-            raise OSError("it is no file")
+            raise OSError("there is no regular file of this name.")
         # Some editors begin a file with a byte order mark.
         lines = file.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"--api-key-file {file} could not be read: {error}") from error
-    keys = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+    keys = [line for line in map(str.strip, lines) if line and line[0] != "#"]
     if not keys:
         raise InputError(f"--api-key-file {file} holds no key. Write one a line.")
     return keys

@@ -47,7 +47,7 @@ SHARE = 0.5
 CREDIT_SECONDS = 0.25
 
 # Seconds without work after which the model's process is asked for a sign of life.
-IDLE_SECONDS = 10.0
+IDLE_SECONDS = 1.0
 
 # Longest pause in seconds before a model that could not be loaded is tried again.
 LONGEST_PAUSE = 30.0
@@ -102,9 +102,6 @@ class Scheduler:
             return "The service is stopping."
         if self.model.hangs:
             return "The model does not answer."
-        if not self._trouble and self.model.is_gone():
-            self._work.set()
-            return "The model's process is gone; it is being replaced."
         return self._trouble or getattr(self.model.description, "complaint", None)
 
     def stats(self) -> Counter[str]:

@@ -304,15 +304,8 @@ class TrainingRun:
         if result.projection is model.projection:
             known = config.training
             notes = f"{known.notes} {record.notes}".strip()
-            record = record.model_copy(
-                update={
-                    "data": known.data,
-                    "seed": known.seed,
-                    "settings": known.settings,
-                    "notes": notes,
-                }
-            )
-            return config.model_copy(update={"training": record})
+            known = known.model_copy(update={"metrics": record.metrics, "notes": notes})
+            return config.model_copy(update={"training": known})
         update = {
             "max_length": model.prompts.max_length,
             "threshold": 0.0,

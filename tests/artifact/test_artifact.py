@@ -33,7 +33,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import rsrank_rag
 from rsrank_rag import RSRank, RSRankError
-from rsrank_rag.artifact import hub
+from rsrank_rag.artifact import hub, identity
 from rsrank_rag.artifact.card import model_card
 from rsrank_rag.artifact.config import BackboneSpec, RSRankConfig, TrainingRecord
 from rsrank_rag.artifact.identity import check_files
@@ -438,6 +438,11 @@ def test_pickled_weights_are_refused_unread(saved, tiny_folder, tmp_path):
     message = refusal(load, saved, backbone=backbone, kind=BackboneError)
     assert str(backbone) in message
     assert not (tmp_path / "trace").exists()
+
+
+def test_a_tokenizer_that_would_fill_the_memory_is_refused_unread(saved, monkeypatch):
+    monkeypatch.setattr(identity, "LARGEST_TOKENIZER", 100)
+    assert "tokenizer.json has more than 100 bytes" in refusal(load, saved)
 
 
 def test_a_pickle_named_as_the_projection_is_refused_unread(folder, tmp_path):

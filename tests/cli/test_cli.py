@@ -4,6 +4,7 @@ import io
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from rsrank_rag import __version__
+from rsrank_rag.artifact import hub
 from rsrank_rag.cli import app
 from rsrank_rag.cli.evaluation import ROWS, file_table
 from rsrank_rag.cli.options import catch_errors
@@ -375,11 +377,75 @@ def test_a_disk_that_is_full_ends_scoring_in_one_line_and_leaves_no_half_file(
 
     monkeypatch.setattr(Path, "replace", full)
     result = run("score", "-i", str(source), "-o", str(tmp_path / "out"), "-m", "bm25", code=1)
-    assert (
-        " ".join(result.stderr.split())
-        == "error: No space left on device. Run the same command again to go on."
+    said = " ".join(result.stderr.split())
+    assert re.fullmatch(
+        r"error: No space left on device: '/.*'. Run the same command again to go on.", said
     )
     assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.fixture
+def pairs_file(tmp_path):
+    path = tmp_path / "pairs.jsonl"
+    path.write_text('{"query": "bees", "document": "Bees dance."}\n')
+    return str(path)
+
+
+def test_scores_of_other_options_do_not_get_into_the_same_folder(artifact, pairs_file, tmp_path):
+    command = ("score", "-i", pairs_file, "-o", str(tmp_path / "out"), "-m", artifact)
+    run(*command)
+    for option, named in (("--deterministic", "deterministic"), ("--dtype=float32", "dtype")):
+        assert f"other settings ({named}: " in run(*command, option, code=2).stderr
+    run(*command)
+
+
+def test_scores_of_another_threshold_do_not_get_into_the_same_folder(pairs_file, tmp_path):
+    zero = tmp_path / "bm25.json"
+    zero.write_text('{"model": "bm25", "threshold": 1, "scale": 1}')
+    command = ("score", "-i", pairs_file, "-o", str(tmp_path / "out"), "-m", str(zero))
+    run(*command)
+    zero.write_text('{"model": "bm25", "threshold": 2, "scale": 1}')
+    assert "other settings (sha256: " in run(*command, code=2).stderr
+
+
+def test_what_a_killed_run_of_score_left_is_removed_after_a_day(pairs_file, tmp_path):
+    folder = tmp_path / "out"
+    folder.mkdir()
+    old, new = folder / "pairs.1.partial", folder / "pairs.2.partial"
+    for path in (old, new):
+        path.touch()
+    os.utime(old, (0, 0))
+    run("score", "-i", pairs_file, "-o", str(folder), "-m", "bm25")
+    assert (old.exists(), new.exists()) == (False, True)
+
+
+def test_control_characters_of_passages_and_artifacts_do_not_reach_the_terminal(artifact, tmp_path):
+    evil = "bees \x1b]0;owned\x07 dance \x9b31m"
+    documents = tmp_path / "passages.txt"
+    documents.write_text(evil, encoding="utf-8")
+    config = hub.read_config(Path(artifact))
+    notes = config.training.model_copy(update={"notes": evil})
+    folder = tmp_path / "evil"
+    shutil.copytree(artifact, folder)
+    text = config.model_copy(update={"training": notes}).model_dump_json()
+    (folder / "config.json").write_text(text, encoding="utf-8")
+    said = run("rank", "-q", "bees", "-d", str(documents), "-m", artifact).stdout
+    said += run("explain", "-q", evil, "--document", evil, "-m", artifact).stdout
+    said += run("info", str(folder)).stdout
+    said += run("rank", "-q", "bees", "-d", evil, "-m", artifact, code=2).stderr
+    assert said.count("bees \ufffd]0;owned\ufffd dance \ufffd31m") >= 5
+    assert not set(said) & {"\x1b", "\x07", "\x9b"}
+
+
+def test_figures_are_printed_before_a_report_is_written(labelled, tmp_path, monkeypatch):
+    def full(*_arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("rsrank_rag.cli.evaluation.write_report", full)
+    options = ("-m", "bm25", "--data", labelled[0], "--report", str(tmp_path / "report"))
+    done = run("evaluate", *options, code=1)
+    assert "Recommended: " in done.stdout
+    assert "No space left" in done.stderr
 
 
 def test_a_json_line_without_text_is_an_error_that_names_the_line(tmp_path):

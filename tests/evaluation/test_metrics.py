@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from measures import f1_at
 
 from rsrank_rag.errors import InputError, MissingDependencyError, ScoringError
+from rsrank_rag.evaluation import datasets
 from rsrank_rag.evaluation.datasets import LabelledDocument, read_labelled
 from rsrank_rag.evaluation.evaluate import (
     recommend,
@@ -188,12 +189,30 @@ LINE = {
 
 
 def test_plain_and_gzipped_lines_read_the_same(tmp_path):
-    text = json.dumps(LINE) + "\n\n" + json.dumps(LINE) + "\n"
+    text = json.dumps(LINE) + "\n\n" + json.dumps({**LINE, "id": "2"}) + "\n"
     (tmp_path / "a.jsonl").write_text(text, encoding="utf-8")
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(text.encode()))
     plain = read_labelled(tmp_path / "a.jsonl")
     assert plain == read_labelled(tmp_path / "a.jsonl.gz")
     assert [query.query for query in plain] == ["Is it wet?"] * 2
+
+
+def test_a_copy_of_a_query_is_refused_because_it_would_be_measured_on_itself(tmp_path):
+    (tmp_path / "a.jsonl").write_text(f"{json.dumps(LINE)}\n" * 2, encoding="utf-8")
+    with pytest.raises(InputError, match="line 2: another query has the id"):
+        read_labelled(tmp_path / "a.jsonl")
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps(LINE), encoding="utf-8-sig")
+    assert [query.query for query in read_labelled(tmp_path / "a.jsonl")] == ["Is it wet?"]
+
+
+def test_a_line_that_would_fill_the_memory_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets, "LONGEST_LINE", 1000)
+    (tmp_path / "bomb.jsonl.gz").write_bytes(gzip.compress(bytes(10_000)))
+    with pytest.raises(InputError, match="line 1 is longer than 1,000 bytes"):
+        read_labelled(tmp_path / "bomb.jsonl.gz")
 
 
 @pytest.mark.parametrize(

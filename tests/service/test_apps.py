@@ -221,7 +221,7 @@ def test_what_to_enter_is_printed_with_an_address_that_leads_to_the_service(
 
 def test_serve_for_an_unknown_program_names_the_known_ones():
     done = CliRunner().invoke(app, ["serve", "--for", "open-web-ui"], env={"COLUMNS": "200"})
-    assert (done.exit_code, "Did you mean 'open-webui'? Choose of" in done.stderr) == (2, True)
+    assert (done.exit_code, "is not one of 'open-webui', 'dify'" in done.stderr) == (2, True)
 
 
 def sections():

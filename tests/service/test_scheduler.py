@@ -601,6 +601,18 @@ def configured_beside_a_library_that_logs_everything():
     library.warning("trouble")
 
 
+async def test_a_process_that_stops_without_work_is_not_ready_and_is_replaced(tmp_path):
+    limits = QueueLimits(hang_seconds=10)
+    async with running(partial(Mortal, tmp_path), limits=limits) as scheduler:
+        assert scores(await scheduler.score(pairs("a"))) == [1]
+        stopped = scheduler.model.pid
+        os.kill(stopped, signal.SIGSTOP)
+        await until(lambda: scheduler.readiness() is not None)
+        await until(lambda: scheduler.readiness() is None)
+        assert scheduler.model.pid != stopped
+        assert scores(await scheduler.score(pairs("bb"))) == [2]
+
+
 async def test_of_other_libraries_only_warnings_are_logged(tmp_path, capfd):
     pytest.importorskip("pythonjsonlogger")
     prepare = configured_beside_a_library_that_logs_everything
@@ -702,9 +714,10 @@ async def test_the_end_does_not_wait_for_the_pause_before_the_next_try(tmp_path,
             scheduler_module, "asyncio", SimpleNamespace(**{**vars(asyncio), "wait_for": pause})
         )
         restart = asyncio.create_task(scheduler._restart())
-        await until(lambda: pauses == [0.5])
+        await until(lambda: 0.5 in pauses)
     await asyncio.wait_for(restart, 60)
-    assert pauses == [0.5]  # it was told in the first pause, and tried no more
+    # It was told in the first pause, and tried no more. The other waits are those without work.
+    assert [seconds for seconds in pauses if seconds != scheduler_module.IDLE_SECONDS] == [0.5]
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from rsrank_rag.errors import InputError, TrainingError
 from rsrank_rag.evaluation.metrics import ScoredQuery, ThresholdSweep, best_threshold
 from rsrank_rag.evaluation.statistics import Estimate
 from rsrank_rag.language_model.options import ModelSource
+from rsrank_rag.training import tune as tune_module
 from rsrank_rag.training.batches import folds
 from rsrank_rag.training.tune import Goal, find_threshold
 
@@ -226,6 +227,18 @@ def test_the_command_writes_what_it_says(fused, tmp_path):
     assert ranker.score(QUERIES[0], DOCUMENTS) == before.score(QUERIES[0], DOCUMENTS)
     assert ranker.rank(QUERIES[0], DOCUMENTS).threshold == threshold
     assert ranker.rank(QUERIES[0], DOCUMENTS, threshold=1.5).threshold == 1.5
+
+
+def test_the_threshold_is_printed_before_it_is_written(fused, tmp_path, monkeypatch):
+    def full(*_arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tune_module, "write_trained", full)
+    data = written(tmp_path / "own.jsonl", labelled(6))
+    arguments = ("tune", "--model", fused, "--data", data, "--output", tmp_path / "tuned")
+    said = run(*arguments, "--recall", 1.0, code=1)
+    assert "Threshold for recall 1: " in said
+    assert "error: No space left on device." in said
 
 
 def test_the_command_writes_nothing_where_the_goal_cannot_be_reached_unless_it_is_forced(
