@@ -155,9 +155,7 @@ def main() -> None:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         held = max(1, chosen.queries // 10)
-        settings = FitOptions(
-            projection_dim=chosen.projection_dim, epochs=chosen.epochs, keep="last"
-        )
+        settings = FitOptions(projection_dim=chosen.projection_dim, epochs=chosen.epochs)
         numbers = len(layers) * chosen.kv_heads * chosen.projection_dim * chosen.width
         store = list(map(read_features, paths))
         learning_rows = sum(query.shifts.shape[2] for query in store[held:])

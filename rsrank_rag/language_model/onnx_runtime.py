@@ -37,8 +37,9 @@ class Session:
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = thread_count()
         options.inter_op_num_threads = 1
-        # Its memory would grow with every new shape.
+        # Their memory would grow with every new shape.
         options.enable_cpu_mem_arena = False
+        options.enable_mem_pattern = False
         # Threads that wait would take cores from the host.
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         arrays = graph.arrays

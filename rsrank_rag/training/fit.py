@@ -9,7 +9,6 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 from pydantic import BaseModel, NonNegativeFloat, PositiveFloat, PositiveInt
@@ -56,8 +55,6 @@ class FitOptions(BaseModel, extra="forbid", frozen=True):
     """Epochs without a better validation F1 before the end."""
     batch_queries: PositiveInt = 16
     """Queries a step. The paper does not say."""
-    keep: Literal["best", "last"] = "best"
-    """Which epoch's B is the result."""
     seed: int = 0
 
 
@@ -144,9 +141,7 @@ def fit(
         if output is not None:
             log = [json.dumps(asdict(epoch)) + "\n" for epoch in history]
             write_text(output / "log.jsonl", "".join(log))
-        best = epoch
-        if options.keep == "best":
-            best = max(history, key=lambda epoch: epoch.validation_f1)
+        best = max(history, key=lambda epoch: epoch.validation_f1)
         if best is epoch:
             best_weight = weight.detach().cpu().clone()
         if number >= best.epoch + options.patience:

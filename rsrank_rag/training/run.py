@@ -284,9 +284,10 @@ class TrainingRun:
         settings["epochs_run"] = len(fitted.history)
         weights = dict(fitted.projection.named_parameters())
         rows = scored(validation, weights, device=device)
-        written = f"B of epoch {fitted.best.epoch} of {len(fitted.history)}"
-        if recipe.fit.keep == "best":
-            written += f", chosen by F1 at zero on {len(validation)} validation queries"
+        written = (
+            f"B of epoch {fitted.best.epoch} of {len(fitted.history)}, chosen by F1 at zero on "
+            f"{len(validation)} validation queries"
+        )
         metrics = present_means(measure(rows, 0.0))
         return Result(fitted.projection, metrics, settings, written)
 
