@@ -210,7 +210,9 @@ def main() -> None:
     )
     parser.add_argument("--clients", type=int, default=4)
     options = parser.parse_args()
-    with Server("mini", *chosen(options), "--timeout", str(options.timeout)) as server:
+    # A small cache is full after minutes. From then on, memory must not grow.
+    settings = ["--timeout", str(options.timeout), "--prefix-cache", "256MB"]
+    with Server("mini", *chosen(options), *settings) as server:
         run = asyncio.run(soak(options, server))
         process = server.process
     assert process is not None
