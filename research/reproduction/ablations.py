@@ -329,7 +329,8 @@ class Ablations:
         if key not in self._features:
             folder = self.output / "stores" / key
             reader = reader_of(ablation.signal, ablation.null)
-            run = ResearchRun(recipe, folder, say=self.say, reader=reader)
+            run = ResearchRun(recipe, folder, say=self.say)
+            run.reader = reader  # type: ignore[assignment]
             self._features[key] = run.extract()
             self._layers[key] = run.layers
         return self._features[key]

@@ -134,16 +134,15 @@ def show_tuned(tuned: Tuned) -> None:
 
 
 def show_verdict(verdict: Verdict, names: tuple[str, str]) -> None:
-    """Print the means of both sides, and their differences with intervals."""
+    """Print the means of both sides and their differences, with intervals."""
     from ..training.verdict import MEASURES
 
     title = (
-        f"Measured on queries that were left out: {verdict.queries}. "
-        "Precision counts those that keep something, recall those with an answer."
+        f"Measured on queries that were left out: {verdict.queries}. Precision counts those that "
+        "keep something, recall those with an answer. With 95% intervals, if 10 or more count."
     )
-    table = Table("", *names, "difference (95% interval)", title=title, title_justify="left")
-    for name, change in verdict.difference.items():
-        before = f"{verdict.before[name].mean:.3f}"
-        after = f"{verdict.after[name].mean:.3f}"
-        table.add_row(MEASURES[name], before, after, str(change))
+    table = Table("", *names, "difference", title=title, title_justify="left")
+    for name, words in MEASURES.items():
+        columns = (verdict.before, verdict.after, verdict.difference)
+        table.add_row(words, *[str(column.get(name, "-")) for column in columns])
     screen.print(table)

@@ -216,8 +216,8 @@ class ThresholdSweep:
         """Thresholds from the highest to the lowest, and the mean at each; NaN where none has one.
 
         The thresholds are the highest score (nothing is kept), numbers halfway between two
-        scores, and a number below the lowest score by a thousandth of their range (everything is
-        kept). So they scale and move with the scores.
+        scores, and a number below the lowest score by a thousandth of their range, or of 1 if all
+        are equal (everything is kept). So they scale and move with the scores.
 
         Args:
             weights: How often each query counts, (queries,); None for once each. Scores of
@@ -233,7 +233,8 @@ class ThresholdSweep:
         last = np.flatnonzero(np.diff(scores, append=-np.inf))
         scores = scores[last]
         next_below = np.nextafter(scores, -np.inf)
-        next_below[-1:] -= 0.001 * (scores[:1] - scores[-1:])
+        spread = scores[:1] - scores[-1:]
+        next_below[-1:] -= 0.001 * np.where(spread > 0, spread, 1.0)
         # Halfway between neighbouring numbers there is no other number.
         between = np.minimum((scores[:-1] + scores[1:]) / 2, next_below[:-1])
         thresholds = np.concatenate([np.append(scores, 0.0)[:1], between, next_below[-1:]])

@@ -10,6 +10,7 @@ Array = NDArray[np.float64]
 
 LEVEL = 0.95  # confidence level of the intervals
 RESAMPLES = 2000  # bootstrap samples
+FEWEST = 10  # of fewer numbers, a bootstrap interval is far too narrow
 ROUNDING = 1e-9  # means that differ by less are equal
 
 
@@ -22,7 +23,7 @@ class Record(BaseModel):
 class Estimate(Record):
     """A mean and its bootstrap confidence interval.
 
-    The interval is None if a set has fewer than two queries.
+    The interval is None if a set has fewer than `FEWEST` queries with a number.
     """
 
     mean: float
@@ -34,6 +35,14 @@ class Estimate(Record):
         if self.low is None or self.high is None:
             return f"{self.mean:.3f}"
         return f"{self.mean:.3f} ({self.low:.3f} to {self.high:.3f})"
+
+    def proves(self, value: float) -> bool:
+        """Whether all of the interval is at or above a value, and the interval has a width.
+
+        Queries that all agree give an interval without width, however few they are.
+        """
+        low = self.low
+        return low is not None and low != self.high and low >= value - ROUNDING
 
     def is_below(self, value: float) -> bool:
         """Whether all of the interval is below a value, by more than rounding."""
@@ -52,7 +61,8 @@ def bootstrap(*samples: ArrayLike, resamples: int = RESAMPLES, seed: int = 0) ->
         samples: One number for each query, (queries,), NaN for a query without one. Several samples
             are several sets. Each set counts the same whatever its size, and is resampled by
             itself.
-        resamples: Number of bootstrap samples. They are NaN if a set has fewer than two queries.
+        resamples: Number of bootstrap samples. They are NaN if a set has fewer than `FEWEST`
+            queries with a number.
         seed: The same seed draws the same queries. The difference of two results is therefore that
             of paired samples.
     """
@@ -60,7 +70,7 @@ def bootstrap(*samples: ArrayLike, resamples: int = RESAMPLES, seed: int = 0) ->
     for number, sample in enumerate(samples):
         values = np.asarray(sample, dtype=float)
         drawn = mean_present(values, resampled(len(values), resamples, seed + number))
-        if len(values) < 2:
+        if np.isfinite(values).sum() < FEWEST:
             drawn[1:] = np.nan
         means.append(drawn)
     total: Array = np.mean(means, axis=0)

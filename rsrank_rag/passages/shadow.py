@@ -44,7 +44,8 @@ def report(lines: Iterable[str]) -> dict[str, float]:
 
     Returns:
         ``calls``, ``documents``, the share ``dropped`` of them, about how many ``tokens_saved``,
-        the calls with ``none_relevant``, and the share of scores ``near`` the threshold.
+        the calls with ``none_relevant``, the share of scores ``near`` the threshold, and the calls
+        ``without_threshold``, which have neither.
     """
     calls: list[dict[str, Any]] = []
     for line in lines:
@@ -58,9 +59,12 @@ def report(lines: Iterable[str]) -> dict[str, float]:
             continue
     calls = [call["shadow"] for call in calls if "shadow" in call]
     scores = []
+    near = 0
     for call in calls:
-        zero = call["threshold"] or 0.0
-        scores += [score - zero for _, score in call["kept"] + call["dropped"]]
+        threshold = call["threshold"]
+        for _, score in call["kept"] + call["dropped"]:
+            scores.append(score)
+            near += threshold is not None and abs(score - threshold) < NEAR
     count = max(len(scores), 1)
     return {
         "calls": len(calls),
@@ -68,5 +72,6 @@ def report(lines: Iterable[str]) -> dict[str, float]:
         "dropped": sum(len(call["dropped"]) for call in calls) / count,
         "tokens_saved": sum(call["characters_saved"] for call in calls) // CHARACTERS_PER_TOKEN,
         "none_relevant": sum(call["none_relevant"] for call in calls),
-        "near": sum(abs(score) < NEAR for score in scores) / count,
+        "near": near / count,
+        "without_threshold": sum(call["threshold"] is None for call in calls),
     }

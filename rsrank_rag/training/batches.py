@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from ..errors import TrainingError
+from ..errors import InputError
 from ..evaluation.metrics import ScoredQuery
 from ..method.formula import combine, shift_terms
 from .store import QueryFeatures
@@ -135,11 +135,11 @@ def scored(
 
 
 def check_labels(features: Sequence[QueryFeatures]) -> None:
-    """Raise TrainingError where all labels are of one class, from which nothing can be learned."""
+    """Raise InputError where all labels are of one class, from which nothing can be learned."""
     labels = {label for query in features for label in query.relevant}
     if len(labels) < 2:
-        raise TrainingError(
-            "All documents have the same label. Add some of the other: B learns to tell them apart."
+        raise InputError(
+            "All documents have the same label. Add some of the other, to learn the difference."
         )
 
 
@@ -173,10 +173,10 @@ def folds(count: int, parts: int) -> list[list[int]]:
     random, with a fixed seed.
 
     Raises:
-        TrainingError: There are fewer than two queries.
+        InputError: There are fewer than two queries.
     """
     if count < 2:
-        raise TrainingError(
+        raise InputError(
             f"{count} labelled queries cannot be learned from and measured on. Label more."
         )
     order = list(range(count))

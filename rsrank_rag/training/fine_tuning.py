@@ -94,7 +94,7 @@ def fine_tune(
         watch: Wraps the folds, as a progress bar does.
 
     Raises:
-        TrainingError: There are fewer than two queries, or labels of one class only.
+        InputError: There are fewer than two queries, or labels of one class only.
     """
     check_labels(features)
     tuner = _Tuner(features, base, options, device)
@@ -180,12 +180,12 @@ class _Tuner:
             features = [_with_cosines(query, fixed) for query in features]
         self.features = features
         self.weights = weights
-        self.units = self._units()
 
     def path(
         self, numbers: Sequence[int], penalties: Sequence[float]
     ) -> Iterator[dict[str, Tensor]]:
         """The weights that queries lead to with each penalty, from the greatest to the smallest."""
+        self.units = self._units(self.features_of(numbers))
         change = {
             name: torch.zeros_like(weight, requires_grad=True)
             for name, weight in self.weights.items()
@@ -199,7 +199,7 @@ class _Tuner:
         """Features of some queries."""
         return [self.features[number] for number in numbers]
 
-    def _units(self) -> dict[str, Tensor]:
+    def _units(self, features: Sequence[QueryFeatures]) -> dict[str, Tensor]:
         """How far to move a tensor for its `MOVES`: divided by the root mean square gradient.
 
         The gradient of a sum with random signs has, in the mean, the squared length of all scores'
@@ -209,7 +209,7 @@ class _Tuner:
         free = {name: weight.clone().requires_grad_() for name, weight in self.weights.items()}
         squares = torch.zeros(len(free), device=self.device)
         count = 0
-        for batch in batches(self.features, BATCH_QUERIES, self.device):
+        for batch in batches(features, BATCH_QUERIES, self.device):
             valid = batch.relevant | batch.irrelevant
             signs = torch.randint(0, 2, valid.shape, generator=generator) * 2 - 1
             scores, _ = batch_scores(free, batch)

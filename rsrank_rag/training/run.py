@@ -75,7 +75,6 @@ class TrainingRun:
         say: Receives lines about what is going on.
         progress: Whether to show progress bars.
         force: Write fine-tuned weights even if they may lose something.
-        reader: Reads shifts; the paper's ablations read other signals.
     """
 
     recipe: Recipe
@@ -83,7 +82,8 @@ class TrainingRun:
     say: Callable[[str], object] = str
     progress: bool = False
     force: bool = False
-    reader: Callable[[Backbone, PromptTokenizer, Sequence[int]], ShiftReader] = ShiftReader
+    # Not a field. The paper's ablations read other signals.
+    reader = ShiftReader
 
     @property
     def artifact(self) -> Path:
@@ -111,8 +111,8 @@ class TrainingRun:
         if len(queries) < recipe.minimum_queries:
             raise InputError(
                 f"{len(queries)} labelled queries are too few: this recipe asks for "
-                f"{recipe.minimum_queries}. Pass --data FILE with more, or fine-tune an artifact "
-                "(--config mini)."
+                f"{recipe.minimum_queries}. Pass --data FILE with more. Fine-tuning an artifact "
+                "(--config mini) needs 2."
             )
         for query in queries:
             if not any(document.content().strip() for document in query.documents):
@@ -254,16 +254,14 @@ class TrainingRun:
         if self.force:
             problem = None
         projection = base
-        estimates = verdict.before
         written = f"the weights of {recipe.base}, unchanged: {problem}"
         if problem is None:
             projection = tuned.projection
-            estimates = verdict.after
             written = f"fine-tuned weights, {verdict} on {verdict.queries} queries held out"
             if threshold:
                 written += f"; threshold 0, no longer {threshold:g}"
             written += f"; penalty {tuned.penalty:g}"
-        metrics = {name: estimate.mean for name, estimate in estimates.items()}
+        metrics = {name: estimate.mean for name, estimate in verdict.after.items()}
         return Result(projection, metrics, settings, written, verdict)
 
     def _from_nothing(self, features: Sequence[QueryFeatures], device: torch.device) -> Result:
@@ -305,7 +303,7 @@ class TrainingRun:
         if result.projection is model.projection:
             known = config.training
             notes = f"{known.notes} {record.notes}".strip()
-            known = known.model_copy(update={"metrics": record.metrics, "notes": notes})
+            known = known.model_copy(update={"notes": notes})
             return config.model_copy(update={"training": known})
         update = {
             "max_length": model.prompts.max_length,

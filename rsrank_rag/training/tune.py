@@ -10,17 +10,25 @@ import numpy as np
 
 from ..adapters import systems
 from ..artifact import hub
-from ..errors import InputError, TrainingError
+from ..errors import InputError
 from ..evaluation.datasets import read_labelled
 from ..evaluation.evaluate import score_dataset
 from ..evaluation.metrics import (
     Rule,
     ScoredQuery,
     ThresholdSweep,
+    plain,
     present_means,
     selection_measures,
 )
-from ..evaluation.statistics import ROUNDING, Array, Estimate, estimate, resampled
+from ..evaluation.statistics import (
+    ROUNDING,
+    Array,
+    Estimate,
+    estimate,
+    estimate_mean,
+    resampled,
+)
 from ..language_model.options import ModelSource
 from ..partial_files import write_text
 from ..rsrank import RSRank
@@ -71,9 +79,10 @@ class Tuned:
     estimate: Estimate
     # The threshold in use so far; None for a system without one, which keeps everything.
     before: float | None
-    # The goal's measure on all queries, at the threshold in use so far and at the new one.
-    value_before: float
-    value: float
+    # The goal's measure on all queries, at the threshold in use so far and at the new one; None if
+    # nothing is kept that has a precision.
+    value_before: float | None
+    value: Estimate
     # The documents that score above the new threshold, as a share of all.
     share_kept: float
     # The threshold so far against thresholds that were chosen without the queries they are
@@ -85,7 +94,7 @@ class Tuned:
     @property
     def reached(self) -> bool:
         """Whether the goal is reached on the queries that chose the threshold."""
-        return self.goal.metric == "f1" or self.value >= self.goal.value - ROUNDING
+        return self.goal.metric == "f1" or self.value.mean >= self.goal.value - ROUNDING
 
     @property
     def problem(self) -> str | None:
@@ -94,7 +103,7 @@ class Tuned:
         if not self.reached:
             return (
                 f"no threshold reaches {self.goal} on these {self.verdict.queries} queries: the "
-                f"highest {name} is {self.value:.3f}, at threshold {self.threshold:.3f}"
+                f"highest {name} is {self.value.mean:.3f}, at threshold {self.threshold:.3f}"
             )
         held_out = self.verdict.after.get(self.goal.metric)
         if held_out is None:
@@ -118,8 +127,8 @@ class Tuned:
             aim = f"for {self.goal}"
         return (
             f"Threshold {aim}: {self.estimate}. On the {self.verdict.queries} queries that "
-            f"chose it {name} is {self.value:.3f}, with {self.share_kept:.0%} of the documents "
-            f"kept; {self._so_far} it is {self.value_before:.3f}."
+            f"chose it {name} is {self.value}, with {self.share_kept:.0%} of the documents kept; "
+            f"{self._so_far} it is {plain(self.value_before)}."
             f"{self._direction()}{self._on_other_queries()}"
         )
 
@@ -128,22 +137,15 @@ class Tuned:
         """In words, what is kept without the new threshold."""
         if self.before is None:
             return "with everything kept"
-        return f"at the threshold so far ({self.before:g})"
+        caveat = ", which is too good if these queries chose it" if self.before else ""
+        return f"at the threshold so far ({self.before:g}{caveat})"
 
     def _direction(self) -> str:
-        """Why a precision lowers the threshold, or a recall raises it; empty if neither does."""
-        if self.before is None or not self.reached:
+        """Why a precision may lower the threshold, and a recall raise it; empty for F1."""
+        if self.goal.metric == "f1":
             return ""
-        if self.goal.metric == "precision" and self.threshold < self.before:
-            words = ("lowest", "below")
-        elif self.goal.metric == "recall" and self.threshold > self.before:
-            words = ("highest", "above")
-        else:
-            return ""
-        return (
-            f" The {words[0]} threshold with {self.goal} or more is asked for, and it is "
-            f"{words[1]} {self.before:g}."
-        )
+        word = "lowest" if self.goal.metric == "precision" else "highest"
+        return f" Asked for is the {word} threshold with {self.goal} or more."
 
     def _on_other_queries(self) -> str:
         """Whether the goal holds on queries that did not choose the threshold."""
@@ -151,18 +153,16 @@ class Tuned:
         held_out = self.verdict.after.get(metric)
         if held_out is None:
             return ""
-        low = held_out.low
-        words = f"more labels are needed to say whether {self.goal} holds"
+        words = f"whether {self.goal} holds for new queries stays open"
         if metric == "f1":
-            change = self.verdict.difference[metric]
-            words = f"it changes by {change}, so more labels are needed to say whether it is better"
+            chance = "which may be chance"
             if metric in self.verdict.gains + self.verdict.losses:
-                words = f"it changes by {change}, beyond chance"
+                chance = "beyond chance"
+            words = f"it changes by {self.verdict.difference[metric]}, {chance}"
         elif held_out.is_below(self.goal.value):
             words = "the goal is missed beyond chance"
-        elif low is not None and low == held_out.high:
-            words = f"queries that all agree prove little, so {words}"
-        elif low is not None and low >= self.goal.value - ROUNDING:
+        # The thresholds of the left-out queries may be far from the one that is written.
+        elif held_out.proves(self.goal.value) and self.value.proves(self.goal.value):
             words = "the goal is reached beyond chance"
         lowest = min(self.held_out_thresholds)
         highest = max(self.held_out_thresholds)
@@ -184,10 +184,10 @@ def find_threshold(queries: Sequence[ScoredQuery], goal: Goal, before: float | N
         before: The threshold in use so far; None if everything is kept.
 
     Raises:
-        TrainingError: There are fewer than two queries, or the goal means nothing for them.
+        InputError: There are fewer than two queries, or the goal means nothing for them.
     """
     if not any(any(query.relevant) for query in queries):
-        raise TrainingError(
+        raise InputError(
             "A threshold cannot be tuned: no query has a relevant document, so the best threshold "
             "drops everything. Label queries that have one."
         )
@@ -200,7 +200,7 @@ def find_threshold(queries: Sequence[ScoredQuery], goal: Goal, before: float | N
         weights[numbers] = 0
         threshold = goal.choose(sweep, weights)
         if np.isnan(threshold):
-            raise TrainingError(
+            raise InputError(
                 f"{MEASURES[goal.metric]} cannot be tuned: too few queries have a relevant "
                 "document. Label more queries that have one."
             )
@@ -218,8 +218,8 @@ def find_threshold(queries: Sequence[ScoredQuery], goal: Goal, before: float | N
         threshold=float(drawn[0]),
         estimate=estimate(drawn),
         before=before,
-        value_before=present_means(old).get(goal.metric, 0.0),
-        value=present_means(new).get(goal.metric, 0.0),
+        value_before=present_means(old).get(goal.metric),
+        value=estimate_mean(new[goal.metric]),
         share_kept=float(new["kept"].sum()) / sum(len(query.scores) for query in queries),
         verdict=judge(held_out, shifted, (before, 0.0)),
         held_out_thresholds=tuple(thresholds),

@@ -38,8 +38,9 @@ class Verdict(Record):
     """Two selections of the same queries.
 
     Each mean is taken over the queries for which its measure means something: precision over those
-    that keep a document, recall and "left with nothing" over those with a relevant document.
-    A measure that means nothing for all queries of one of the selections is left out.
+    that keep a document, recall and "left with nothing" over those with a relevant document. With
+    few such queries, it has no interval (see `bootstrap`). A measure that means nothing for all
+    queries of a selection is left out there.
     """
 
     queries: int
@@ -130,10 +131,10 @@ def judge(
     for name in MEASURES:
         base = bootstrap(first[name])
         other = bootstrap(second[name])
-        if not math.isnan(other[0] - base[0]):
-            verdict.before[name] = estimate(base)
-            verdict.after[name] = estimate(other)
-            verdict.difference[name] = estimate(other - base)
+        means = {"before": base, "after": other, "difference": other - base}
+        for side, drawn in means.items():
+            if not math.isnan(drawn[0]):
+                getattr(verdict, side)[name] = estimate(drawn)
     return verdict
 
 

@@ -147,7 +147,7 @@ def test_differences_are_paired_and_over_sets_each_counts_the_same(found):
         }
         assert {n: pair.sets[n][metric].mean for n in SETS} == pytest.approx(by_set)
         assert pair.mean[metric].mean == pytest.approx(sum(by_set.values()) / 2)
-    assert pair.mean["ndcg@5"].low > 0  # it is much better
+    assert pair.mean["ndcg@5"].mean > 0.2  # it is much better
 
 
 def test_a_comparison_by_hand():

@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rsrank_rag.evaluation import statistics
 from rsrank_rag.evaluation.statistics import bootstrap, estimate, estimate_mean
+
+
+@pytest.fixture(autouse=True)
+def intervals_of_few(monkeypatch):
+    """Small samples, which can be checked by hand."""
+    monkeypatch.setattr(statistics, "FEWEST", 2)
 
 
 def mean(values):
@@ -91,3 +98,11 @@ def test_queries_without_a_value_do_not_count_in_a_mean():
     # A draw without a value has no mean, and is left out of the interval.
     assert estimate_mean(values).low == 0.0
     assert np.isnan(bootstrap(values)).any()
+
+
+def test_few_numbers_have_a_mean_and_no_interval(monkeypatch):
+    monkeypatch.undo()
+    present = [0.1 * number for number in range(10)]
+    assert estimate_mean([*present, math.nan]).low < 0.45
+    few = estimate_mean([*present[:9], math.nan, math.nan])
+    assert (few.mean, few.low, few.high) == (pytest.approx(0.4), None, None)

@@ -93,6 +93,8 @@ def test_the_report_adds_up_what_was_logged(caplog, tmp_path):
     caplog.set_level(logging.INFO, "rsrank_rag.shadow")
     of_langchain(mode="shadow")
     of_langchain(mode="shadow", threshold=5.0)
+    # Where nothing is dropped, no score is near a threshold.
+    of_langchain(mode="shadow", threshold=None)
     log = tmp_path / "app.log"
     lines = [f"2026-01-01 INFO {record.message}" for record in caplog.records]
     log.write_text("\n".join(["started", *lines, "{shadow"]), encoding="utf-8")
@@ -100,17 +102,19 @@ def test_the_report_adds_up_what_was_logged(caplog, tmp_path):
         found = report(opened)
     saved = len(TEXTS[1]) + sum(map(len, TEXTS))
     assert found == {
-        "calls": 2,
-        "documents": 8,
-        "dropped": 5 / 8,
+        "calls": 3,
+        "documents": 12,
+        "dropped": 5 / 12,
         "tokens_saved": saved // 4,
         "none_relevant": 1,
-        "near": 1 / 8,
+        "near": 1 / 12,
+        "without_threshold": 1,
     }
     said = CliRunner().invoke(app, ["report", str(log)])
     assert said.exit_code == 0
     assert (
-        "2 calls, 1 with nothing above the threshold\n8 documents, 62.5% would have been"
+        "3 calls, 1 with nothing above the threshold, 1 without a threshold\n"
+        "12 documents, 41.7% would have been"
         in said.stdout
     )
     log.write_text("nothing", encoding="utf-8")

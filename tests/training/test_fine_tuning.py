@@ -16,7 +16,7 @@ from training_helpers import labelled, run, scorings, written
 
 from rsrank_rag import Projection, RSRank
 from rsrank_rag.artifact import hub
-from rsrank_rag.errors import InputError, TrainingError
+from rsrank_rag.errors import InputError
 from rsrank_rag.evaluation.metrics import ScoredQuery
 from rsrank_rag.method.scoring import ShiftReader
 from rsrank_rag.training import fine_tuning
@@ -211,7 +211,7 @@ def test_every_query_is_left_out_once():
     assert len(held) == 5
     assert sorted(number for fold in held for number in fold) == list(range(40))
     assert sorted(map(len, folds(3, 5))) == [1, 1, 1]
-    with pytest.raises(TrainingError, match="1 labelled queries cannot be"):
+    with pytest.raises(InputError, match="1 labelled queries cannot be"):
         folds(1, 5)
 
 

@@ -10,7 +10,7 @@ import torch
 from training_helpers import toy
 
 from rsrank_rag import Projection
-from rsrank_rag.errors import TrainingError
+from rsrank_rag.errors import InputError
 from rsrank_rag.method.formula import shift_terms
 from rsrank_rag.training import fit as fit_module
 from rsrank_rag.training.batches import batch_scores, make_batch, scored, split
@@ -225,7 +225,7 @@ def test_the_defaults_are_the_papers():
 
 def test_nothing_to_learn_from_is_refused():
     only = [QueryFeatures(query.shifts[:, :, :3], (True,), 3, oracle=False) for query in toy(3)]
-    with pytest.raises(TrainingError, match=r"All documents have the same label\. Add some"):
+    with pytest.raises(InputError, match=r"All documents have the same label\. Add some"):
         fit(only, toy(1), [1, 2], FitOptions())
 
 

@@ -7,6 +7,7 @@ import pytest
 from training_helpers import means, scorings
 
 from rsrank_rag.evaluation.metrics import ScoredQuery
+from rsrank_rag.evaluation.statistics import Estimate
 from rsrank_rag.training.verdict import (
     FEW_QUERIES,
     judge,
@@ -68,12 +69,25 @@ def test_empty_lists_have_no_precision_and_unanswerable_queries_no_recall():
 
 
 def test_a_measure_that_means_nothing_is_left_out():
-    nothing_relevant = [ScoredQuery([1.0], [False])] * 3
+    nothing_relevant = [ScoredQuery([1.0], [False])] * 12
     assert set(means(nothing_relevant, 0.0)) == {"ndcg@5", "precision", "f1"}
     # After nothing is kept, there is no precision to compare.
     verdict = judge(nothing_relevant, nothing_relevant, (0.0, 2.0))
-    assert set(verdict.difference) == {"ndcg@5", "f1"}
+    assert set(verdict.before) == {"ndcg@5", "precision", "f1"}
+    assert set(verdict.after) == set(verdict.difference) == {"ndcg@5", "f1"}
     assert verdict.gains == ["f1"]
+
+
+def test_what_changes_for_few_queries_is_neither_a_gain_nor_a_loss():
+    # Every query loses its answer, but there are only nine, and one without an answer.
+    kept = [*[ScoredQuery([1.0, -1.0], [True, False])] * 9, ScoredQuery([-1.0], [False])]
+    lost = [*[ScoredQuery([-1.0, -1.0], [True, False])] * 9, ScoredQuery([-1.0], [False])]
+    verdict = judge(kept, lost)
+    assert verdict.difference["recall"] == Estimate(mean=-1.0, low=None, high=None)
+    assert "recall" not in verdict.losses
+    # A loss cannot be ruled out.
+    assert "recall" in verdict.doubts
+    assert "recall" in judge([*kept, kept[0]], [*lost, lost[0]]).losses
 
 
 def test_more_queries_left_with_nothing_are_a_loss_and_fewer_a_gain():
