@@ -48,8 +48,8 @@ def train(
 
     Fine-tuning an artifact (the recipe mini, or `--base`) ends with a verdict: the artifact's
     weights against fine-tuned ones, on queries left out of training. Where fine-tuning loses
-    nDCG@5, precision, recall, F1 or answers beyond chance, or where fewer than 100 queries show no
-    gain or cannot rule out such a loss, the artifact's own weights are written.
+    nDCG@5, precision, recall, F1 or answers beyond chance, or where there are fewer than 100
+    queries, the artifact's own weights are written.
     """
     from ..training.recipe import Recipe
     from ..training.run import TrainingRun

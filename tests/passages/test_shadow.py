@@ -114,8 +114,7 @@ def test_the_report_adds_up_what_was_logged(caplog, tmp_path):
     assert said.exit_code == 0
     assert (
         "3 calls, 1 with nothing above the threshold, 1 without a threshold\n"
-        "12 documents, 41.7% would have been"
-        in said.stdout
+        "12 documents, 41.7% would have been" in said.stdout
     )
     log.write_text("nothing", encoding="utf-8")
     assert CliRunner().invoke(app, ["report", str(log)]).exit_code == 2
