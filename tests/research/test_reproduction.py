@@ -357,7 +357,7 @@ def test_differences_are_those_of_the_means_and_bold_where_zero_is_outside_of_th
 
 def test_an_ablation_stands_beside_its_paired_difference_to_the_base():
     def row(name, f1, ndcg):
-        metrics = dict.fromkeys(METRICS, (0.5,) * 4) | {"ndcg@5": ndcg, "f1@0": f1}
+        metrics = dict.fromkeys(METRICS, (0.5,) * 40) | {"ndcg@5": ndcg * 10, "f1@0": f1 * 10}
         return AblationRow(
             name=name,
             group="g",
@@ -376,7 +376,7 @@ def test_an_ablation_stands_beside_its_paired_difference_to_the_base():
     text = ablation_tables(figures_of(rows))
     base, worse = (line.split(" | ") for line in text.splitlines() if line.startswith("| g |"))
     assert base[-3:-1] == ["", ""]
-    assert worse[-3:] == ["+0.0 [-10.0, +10.0]", "**-40.0 [-40.0, -40.0]**", "1,234 |"]
+    assert worse[-3:] == ["+0.0 [-3.0, +3.0]", "**-40.0 [-40.0, -40.0]**", "1,234 |"]
 
 
 # Ablations

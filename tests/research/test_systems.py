@@ -44,7 +44,7 @@ TEXTS = [*DOCUMENTS, DOCUMENTS[1], "Café naïve, 東京."]
 
 def labelled(relevant, documents=DOCUMENTS):
     return LabelledQuery(
-        id="q",
+        id=str(relevant),
         query=QUERY,
         documents=[
             LabelledDocument(id=str(i), text=text, title=f"Note {i}", relevant=i in relevant)

@@ -101,18 +101,20 @@ def test_stability_does_not_depend_on_the_scale_and_origin_of_the_scores(sets, s
         {str(i): moved(queries, scale, offset) for i, queries in enumerate(sets)},
         scale * 0.5 + offset,
     )
-    if len({end for ends in before.ranges.values() for end in ends}) > 1:  # scores differ
+    # Equal scores have no scale.
+    if all(len({score for one in queries for score in one.scores}) > 1 for queries in sets):
         assert (after.bias, after.variance) == (
             pytest.approx(before.bias),
             pytest.approx(before.variance),
         )
         assert after.best == pytest.approx(before.best)
-        assert all(-1e-12 <= value <= 1 + 1e-12 for value in before.best.values())
+        # A threshold that keeps everything is below the range by a thousandth of it.
+        assert all(-0.001 - 1e-12 <= value <= 1 + 1e-12 for value in before.best.values())
 
 
 def test_sets_with_one_score_for_everything_have_finite_stability():
     found = threshold_stability({"a": [ScoredQuery([2.0, 2.0], [True, False])]}, threshold=2.0)
-    assert (found.bias, found.variance) == (pytest.approx(0.0), 0.0)
+    assert (found.bias, found.variance) == (pytest.approx(0.0, abs=0.0011), 0.0)
 
 
 def comparison_of(queries):
