@@ -194,14 +194,15 @@ class ThresholdSweep:
         documents = []
         for number, query in enumerate(queries):
             labels = np.array(query.relevant, dtype=float)[best_first(query.scores)]
-            count = len(labels)
+            # Blank documents are last, and no threshold keeps them.
+            scores = [one for one in sorted(query.scores, reverse=True) if one != BLANK_SCORE]
+            count = len(scores)
             kept = np.arange(count + 1.0)
-            hits = np.append(0.0, labels.cumsum())
-            values = _measures(kept, hits, labels.sum(), np.array(count))[metric]
+            hits = np.append(0.0, labels.cumsum())[: count + 1]
+            values = _measures(kept, hits, labels.sum(), np.array(len(labels)))[metric]
             # The measure, 0 for none, and whether there is one.
             columns = np.stack([np.nan_to_num(values), ~np.isnan(values)])
             start.append(columns[:, 0])
-            scores = sorted(query.scores, reverse=True)
             documents.append(np.vstack([scores, np.full(count, number), np.diff(columns)]))
         table = np.hstack(documents)
         table = table[:, np.argsort(-table[0], kind="stable")]

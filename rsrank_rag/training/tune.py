@@ -137,8 +137,7 @@ class Tuned:
         """In words, what is kept without the new threshold."""
         if self.before is None:
             return "with everything kept"
-        caveat = ", which is too good if these queries chose it" if self.before else ""
-        return f"at the threshold so far ({self.before:g}{caveat})"
+        return f"at the threshold so far ({self.before:g}, too good if these queries chose it)"
 
     def _direction(self) -> str:
         """Why a precision may lower the threshold, and a recall raise it; empty for F1."""
@@ -212,7 +211,7 @@ def find_threshold(queries: Sequence[ScoredQuery], goal: Goal, before: float | N
     old = selection_measures(queries, Rule(before))
     new = selection_measures(queries, Rule(drawn[0]))
     if before is not None and np.array_equal(old["kept"], new["kept"]):
-        drawn[0] = before
+        drawn = np.array([before])
     return Tuned(
         goal=goal,
         threshold=float(drawn[0]),
@@ -266,8 +265,11 @@ def tune(
         note = f"{note} It was forced: {tuned.problem}."
     if not isinstance(ranker, RSRank):
         scale = float(np.std(np.concatenate([query.scores for query in scored]))) or 1.0
+        name = source.name
+        if name.endswith(".json"):
+            name = str(Path(name).absolute())
         zero = systems.Zero(
-            model=source.name,
+            model=name,
             revision=source.revision,
             threshold=tuned.threshold,
             scale=scale,

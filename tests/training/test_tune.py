@@ -19,6 +19,7 @@ from rsrank_rag.errors import InputError
 from rsrank_rag.evaluation.metrics import ScoredQuery, ThresholdSweep, best_threshold
 from rsrank_rag.evaluation.statistics import Estimate
 from rsrank_rag.language_model.options import ModelSource
+from rsrank_rag.reranker import BLANK_SCORE
 from rsrank_rag.training import tune as tune_module
 from rsrank_rag.training.batches import folds
 from rsrank_rag.training.tune import Goal, find_threshold
@@ -56,6 +57,8 @@ def test_a_threshold_that_keeps_the_same_documents_stays():
     for goal in (Goal(), Goal("precision", 0.8), Goal("recall", 0.8)):
         tuned = find_threshold(queries, goal, before=0.3)
         assert (tuned.threshold, tuned.problem) == (0.3, None)
+        # It was not chosen, so it has no interval.
+        assert tuned.summary.startswith(f"Threshold for {goal}: 0.300. On the ")
 
 
 def test_a_system_without_a_threshold_is_compared_with_keeping_everything():
@@ -98,7 +101,7 @@ def test_a_threshold_for_f1_is_a_problem_where_f1_falls_on_other_queries():
     held_out, before = verdict.after["f1"], verdict.before["f1"].mean
     assert worse.problem == (
         f"on queries that did not choose the threshold, F1 is {held_out}, below {before:.3f} at "
-        "the threshold so far (0)"
+        "the threshold so far (0, too good if these queries chose it)"
     )
     assert "-0.100 (-0.300 to 0.050), which may be chance." in worse.summary
 
@@ -201,9 +204,21 @@ def test_a_precision_has_an_estimate_where_nothing_was_kept_before():
     queries = [ScoredQuery([2.0, -1.0], [True, False])] * 12
     tuned = find_threshold(queries, Goal("precision", 0.9), before=5.0)
     assert tuned.value_before is None
-    assert "which is too good if these queries chose it) it is -." in tuned.summary
+    assert "(5, too good if these queries chose it) it is -." in tuned.summary
     assert tuned.verdict.after["precision"].mean == 1.0
     assert "On queries that did not choose the threshold it is 1.000" in tuned.summary
+
+
+def test_no_threshold_keeps_a_blank_document():
+    # Half of the answers are blank: half is the highest recall, and the best F1 is two thirds.
+    queries = [ScoredQuery([1.0, BLANK_SCORE, -1.0], [True, True, False])] * 12
+    best = find_threshold(queries, Goal(), before=2.0)
+    assert best.value.mean == pytest.approx(2 / 3)
+    assert best.verdict.after["f1"].mean == pytest.approx(2 / 3)
+    assert -1.0 <= best.threshold < 1.0
+    complete = find_threshold(queries, Goal("recall", 1.0), before=2.0)
+    assert (complete.reached, complete.value.mean) == (False, 0.5)
+    assert complete.threshold >= -1.0
 
 
 def test_scores_that_are_all_equal_have_a_threshold_at_some_distance():
@@ -301,6 +316,15 @@ def test_another_systems_scores_are_moved_so_that_its_threshold_is_zero(tuned_bm
     assert (plain.threshold, tuned.threshold) == (None, 0.0)
     kept = {document.index for document in tuned.rank(QUERIES[0], DOCUMENTS).kept}
     assert kept == {place for place, score in enumerate(expected) if score > 0}
+
+
+def test_a_file_tuned_from_a_file_loads_from_every_folder(tuned_bm25, tmp_path, monkeypatch):
+    data = written(tmp_path / "own.jsonl", labelled(6))
+    output = tmp_path / "again.json"
+    monkeypatch.chdir(tuned_bm25.parent)
+    run("tune", "--model", tuned_bm25.name, "--data", data, "--output", output, "--force")
+    monkeypatch.chdir(tmp_path)
+    assert len(load(ModelSource("again.json")).score(QUERIES[0], DOCUMENTS)) == len(DOCUMENTS)
 
 
 def test_a_tuned_system_can_be_named_wherever_a_model_can(tuned_bm25, tmp_path):
