@@ -122,7 +122,7 @@ def test_in_deterministic_mode_a_cached_prefix_changes_no_bit(
     assert ranker.score(QUERIES[0], documents) == cold
     mixed = [text(200, 1), *documents, text(30, 2)]
     assert ranker.score(QUERIES[0], mixed)[1:-1] == cold
-    ranker.cache.tiers.on_device.entries.clear()
+    ranker.cache.tiers.clear()
     assert ranker.score(QUERIES[0], documents[::-1]) == cold[::-1]
     if on_disk:
         again = load(prefix_cache=cache, deterministic=True)

@@ -187,6 +187,11 @@ class PrefixTiers:
                 self.counts.disk_limit = self.disk.limit
             return asdict(self.counts)
 
+    def clear(self) -> None:
+        """Forget what is in memory; files stay."""
+        with self._lock:
+            self.on_device = _Memory(self.on_device.limit)
+
 
 class CachedPrefixes:
     """Prefixes of one model and one tenant.
