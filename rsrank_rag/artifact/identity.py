@@ -44,7 +44,7 @@ DECIDING = (
     "*.safetensors.index.json",
 )
 
-# Bytes. Those of known models have at most 35 million. A larger file would fill the memory.
+# Bytes. A larger file would fill the memory.
 LARGEST_TOKENIZER = 200_000_000
 
 _PROBE = (

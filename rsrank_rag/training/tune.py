@@ -79,8 +79,8 @@ class Tuned:
     estimate: Estimate
     # The threshold in use so far; None for a system without one, which keeps everything.
     before: float | None
-    # The goal's measure on all queries, at the threshold in use so far and at the new one; None if
-    # nothing is kept that has a precision.
+    # The goal's measure on all queries, at the threshold in use so far and at the new one. None for
+    # a precision if nothing is kept so far.
     value_before: float | None
     value: Estimate
     # The documents that score above the new threshold, as a share of all.
@@ -125,10 +125,11 @@ class Tuned:
         aim = f"nearest to {self.goal}"
         if self.reached:
             aim = f"for {self.goal}"
+        before = "undefined" if self.value_before is None else plain(self.value_before)
         return (
             f"Threshold {aim}: {self.estimate}. On the {self.verdict.queries} queries that "
             f"chose it {name} is {self.value}, with {self.share_kept:.0%} of the documents kept; "
-            f"{self._so_far} it is {plain(self.value_before)}."
+            f"{self._so_far} it is {before}."
             f"{self._direction()}{self._on_other_queries()}"
         )
 
@@ -137,7 +138,10 @@ class Tuned:
         """In words, what is kept without the new threshold."""
         if self.before is None:
             return "with everything kept"
-        return f"at the threshold so far ({self.before:g}, too good if these queries chose it)"
+        return (
+            f"at the threshold so far ({self.before:g}; the figure is too high if these queries "
+            "chose that threshold)"
+        )
 
     def _direction(self) -> str:
         """Why a precision may lower the threshold, and a recall raise it; empty for F1."""

@@ -101,7 +101,7 @@ def test_a_threshold_for_f1_is_a_problem_where_f1_falls_on_other_queries():
     held_out, before = verdict.after["f1"], verdict.before["f1"].mean
     assert worse.problem == (
         f"on queries that did not choose the threshold, F1 is {held_out}, below {before:.3f} at "
-        "the threshold so far (0, too good if these queries chose it)"
+        "the threshold so far (0; the figure is too high if these queries chose that threshold)"
     )
     assert "-0.100 (-0.300 to 0.050), which may be chance." in worse.summary
 
@@ -204,7 +204,10 @@ def test_a_precision_has_an_estimate_where_nothing_was_kept_before():
     queries = [ScoredQuery([2.0, -1.0], [True, False])] * 12
     tuned = find_threshold(queries, Goal("precision", 0.9), before=5.0)
     assert tuned.value_before is None
-    assert "(5, too good if these queries chose it) it is -." in tuned.summary
+    assert (
+        "(5; the figure is too high if these queries chose that threshold) it is undefined."
+        in tuned.summary
+    )
     assert tuned.verdict.after["precision"].mean == 1.0
     assert "On queries that did not choose the threshold it is 1.000" in tuned.summary
 
