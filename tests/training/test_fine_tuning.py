@@ -168,6 +168,17 @@ def test_few_queries_move_the_weights_less_than_many_and_an_infinite_penalty_not
     assert 0 < moved[0] < moved[1]
 
 
+def test_queries_that_are_left_out_do_not_change_the_weights(base):
+    seen = separable_features(8)
+    trained = []
+    for left_out in (separable_features(4, seed=1), separable_features(40, margin=3.0, seed=2)):
+        tuner = fine_tuning._Tuner(
+            [*seen, *left_out], base, FineTuningOptions(), torch.device("cpu")
+        )
+        trained.append(next(tuner.path(range(8), (3.0,))))
+    assert all(torch.equal(trained[0][name], trained[1][name]) for name in trained[0])
+
+
 def test_training_finds_the_zero_of_a_domain_and_says_so(base):
     features, unseen = separable_features(20), separable_features(20, seed=7)
     found = fine_tune(features, base, FineTuningOptions(), device="cpu")
