@@ -118,9 +118,14 @@ class Scheduler:
 
     @property
     def _batch_tokens(self) -> int:
-        """Tokens that a batch may have. After a slow batch, the next one is smaller."""
-        speeds = [self._speed, *self._speeds]
-        return max(1, int(min(speeds[0], speeds[-1]) * self.limits.batch_seconds))
+        """Tokens that a batch may have: what the fastest tenth of all batches run in the time.
+
+        Slower batches ran beside other programs. Smaller ones would hardly take less time then, and
+        far fewer tokens would be run in a second. For the same reason, a batch may have at least
+        what a model of FIRST_SPEED runs.
+        """
+        fastest = sorted(self._speeds)[-len(self._speeds) // 10 :]
+        return max(1, int(max([FIRST_SPEED, *fastest[:1]]) * self.limits.batch_seconds))
 
     async def start(self) -> None:
         """Load the model and check it; returns when it can score, or raises what loading raises."""

@@ -242,22 +242,34 @@ async def test_batches_grow_until_they_take_as_long_as_they_may(clock):
     assert max(sizes) > 10 * sizes[0]
 
 
-class Uneven(Numbers):
-    """Takes much longer for "2" than for others."""
+async def test_batches_do_not_shrink_if_each_takes_long_whatever_its_size(clock):
+    reranker = Numbers(seconds=0.05, clock=clock)
+    async with numbers(reranker, batch_seconds=0.02) as scheduler:
+        await scheduler.score(pairs(*[1] * 5000))
+    sizes = [len(batch) for batch in reranker.batches]
+    assert min(sizes[:-1]) == sizes[0] > 50
+
+
+class Slowed(Numbers):
+    """Other programs make each batch take longer, whatever its size."""
+
+    more = 0.0
 
     def score(self, query, documents):
-        self.spend(sum(0.002 if text == "2" else 0.00004 for text in documents))
+        self.spend(0.0001 * len(documents) + self.more)
         return super().score(query, documents)
 
 
-async def test_after_one_batch_that_took_too_long_the_next_is_small(clock):
-    reranker = Uneven(clock=clock)
+async def test_batches_stay_large_while_other_programs_slow_them_down(clock):
+    reranker = Slowed(clock=clock)
     async with numbers(reranker, batch_seconds=0.02) as scheduler:
-        await scheduler.score(pairs(*[1] * 4000))
-        await scheduler.score(pairs(*[2] * 600))
-    slow = [len(batch) for batch in reranker.batches if "2" in batch]
-    assert slow[0] > 50
-    assert max(slow[1:]) <= 25  # of which 10 would take as long as a batch should
+        await scheduler.score(pairs(*[1] * 5000))
+        quick = max(map(len, reranker.batches))
+        reranker.batches.clear()
+        reranker.more = 0.05
+        await scheduler.score(pairs(*[1] * 5000))
+    slow = [len(batch) for batch in reranker.batches]
+    assert min(slow[:-1]) == quick > 150
 
 
 async def test_a_small_request_does_not_wait_for_another_clients_large_one():
