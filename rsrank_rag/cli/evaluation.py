@@ -58,12 +58,15 @@ def report(
     if not totals["calls"]:
         raise InputError(f"{log} holds no line of shadow mode. Log rsrank_rag.shadow at INFO.")
     screen.print(
-        f"{totals['calls']:,} calls, {totals['none_relevant']:,} with nothing above the threshold, "
-        f"{totals['without_threshold']:,} without a threshold\n"
+        f"{totals['calls']:,} calls, {totals['with_threshold']:,} with a threshold\n"
         f"{totals['documents']:,} documents, {totals['dropped']:.1%} would have been dropped\n"
-        f"about {totals['tokens_saved']:,} tokens would have been saved\n"
-        f"{totals['near']:.1%} of the scores are within {shadow.NEAR:g} of the threshold"
+        f"about {totals['tokens_saved']:,} tokens would have been saved"
     )
+    if totals["with_threshold"]:
+        screen.print(
+            f"{totals['none_relevant']:,} calls with nothing above the threshold\n"
+            f"{totals['near']:.1%} of their scores are within {shadow.NEAR:g} of the threshold"
+        )
 
 
 @command(app)

@@ -215,7 +215,7 @@ def info(
     revision: Revision = None,
     as_json: AsJson = False,
 ) -> None:
-    """Print an artifact's model card, its limits, and its dtype here; loads no language model.
+    """Print an artifact's model card and its limits; loads no language model.
 
     `rsrank info mini`
     """
@@ -231,8 +231,6 @@ def info(
     limits = folder / hub.LIMITS
     if limits.is_file():
         typer.echo(printable(f"Limits: {limits.read_text(encoding='utf-8').strip()}"))
-    dtype = LoadOptions().settled_dtype(config.backbone.model_type, int8=config.int8)
-    typer.echo(f"Computed here in {dtype}.")
 
 
 @command(app, resumes=True)

@@ -23,6 +23,10 @@ from .unanswerable import auroc, best_scores, false_accepts
 # A rule is advised only if it leaves at most this share of the answerable queries with nothing.
 TOLERATED_LOSS = 0.1
 
+# Fewer answers cannot prove such a share: a rule that loses 10% of all answers loses none of 28
+# with a probability of 5.2%, and none of 29 with one of 4.7%.
+FEWEST_ANSWERS = 29
+
 
 def score_dataset(reranker: Reranker, queries: Iterable[LabelledQuery]) -> list[ScoredQuery]:
     """Score the documents of one query after another.
@@ -98,7 +102,8 @@ def recommend(scored: Sequence[ScoredQuery], *, threshold: float = 0.0) -> str:
     An answer is lost if a query has a relevant document and no relevant one is kept. Among the
     rules by score that lose at most `TOLERATED_LOSS` of the answers, the one with the highest F1 is
     recommended; without such a rule, the one that loses fewest. The file's own order is no
-    candidate, because a file of labels may list the relevant documents first.
+    candidate, because a file of labels may list the relevant documents first. A second
+    sentence says if the answers are few.
     """
     answerable = sum(any(query.relevant) for query in scored)
     if not answerable:
@@ -115,14 +120,20 @@ def recommend(scored: Sequence[ScoredQuery], *, threshold: float = 0.0) -> str:
         other = candidates["tau_top5_min1"]
     reason = f"lose at most {TOLERATED_LOSS:.0%} of the answers"
     if fewest > TOLERATED_LOSS * answerable:
-        reason = "lose fewest answers"
-    return (
+        reason = f"lose fewest answers, because every one loses more than {TOLERATED_LOSS:.0%}"
+    advice = (
         f"On these queries {best} loses {results[best].left_with_nothing} of {answerable} answers "
         f"and keeps {results[best].kept_per_query:.2f} passages a query, with F1 "
         f"{results[best].f1:.3f}; {other} loses {results[other].left_with_nothing} and keeps "
         f"{results[other].kept_per_query:.2f}, with F1 {results[other].f1:.3f}. Recommended: "
         f"{best}, the best F1 of the rules by score that {reason}."
     )
+    if answerable < FEWEST_ANSWERS:
+        advice += (
+            f" This may be chance: fewer than {FEWEST_ANSWERS} answers cannot prove that at most "
+            f"{TOLERATED_LOSS:.0%} are lost."
+        )
+    return advice
 
 
 def shared_threshold(sets: Sequence[Sequence[ScoredQuery]]) -> float:

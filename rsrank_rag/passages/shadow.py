@@ -43,9 +43,9 @@ def report(lines: Iterable[str]) -> dict[str, float]:
     """Sum up the calls that `log` wrote to a log; other lines are skipped.
 
     Returns:
-        ``calls``, ``documents``, the share ``dropped`` of them, about how many ``tokens_saved``,
-        the calls with ``none_relevant``, the share of scores ``near`` the threshold, and the calls
-        ``without_threshold``, which have neither.
+        ``calls``, ``documents``, the share ``dropped`` of them, and about how many
+        ``tokens_saved``. Of the calls ``with_threshold``: those with ``none_relevant``, and the
+        share of their scores ``near`` it.
     """
     calls: list[dict[str, Any]] = []
     for line in lines:
@@ -58,20 +58,19 @@ def report(lines: Iterable[str]) -> dict[str, float]:
         except ValueError:
             continue
     calls = [call["shadow"] for call in calls if "shadow" in call]
-    scores = []
-    near = 0
+    documents = 0
+    judged = []
     for call in calls:
-        threshold = call["threshold"]
-        for _, score in call["kept"] + call["dropped"]:
-            scores.append(score)
-            near += threshold is not None and abs(score - threshold) < NEAR
-    count = max(len(scores), 1)
+        scored = call["kept"] + call["dropped"]
+        documents += len(scored)
+        if call["threshold"] is not None:
+            judged += [abs(score - call["threshold"]) < NEAR for _, score in scored]
     return {
         "calls": len(calls),
-        "documents": len(scores),
-        "dropped": sum(len(call["dropped"]) for call in calls) / count,
+        "documents": documents,
+        "dropped": sum(len(call["dropped"]) for call in calls) / max(documents, 1),
         "tokens_saved": sum(call["characters_saved"] for call in calls) // CHARACTERS_PER_TOKEN,
         "none_relevant": sum(call["none_relevant"] for call in calls),
-        "near": near / count,
-        "without_threshold": sum(call["threshold"] is None for call in calls),
+        "near": sum(judged) / max(len(judged), 1),
+        "with_threshold": sum(call["threshold"] is not None for call in calls),
     }

@@ -67,9 +67,6 @@ class RemoteReranker(Reranker):
         self.model = model
         self._transport = Transport(self.base_url, key, timeout, max_retries)
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.base_url!r})"
-
     @property
     def threshold(self) -> float | None:  # type: ignore[override]
         """The native threshold of the service's model; None if it has none. This is a request."""

@@ -144,7 +144,6 @@ class _Service:
         posts: dict[str, tuple[Any, Any]] = {
             "/v1/rerank": rerank,
             "/v2/rerank": rerank,
-            "/providers/cohere/v2/rerank": rerank,
             "/v1/reranking": any_rerank,
             "/rerank": any_rerank,
             "/reranking": any_rerank,
@@ -160,7 +159,6 @@ class _Service:
         add("/.well-known/ready", self.ready)
         add("/v1/cluster/auth", self.auth)
         add("/v1/models", self.models)
-        add("/providers/cohere/v2/models", self.models)
         add("/v1/models/{name:path}", self.model)
         add("/info", self.info, response_model_exclude_defaults=True)
         add("/metrics", self.metrics_page, response_class=PlainTextResponse)

@@ -122,15 +122,14 @@ class Tuned:
     def summary(self) -> str:
         """What was measured, in sentences, and what to expect on other queries."""
         name = MEASURES[self.goal.metric]
-        aim = f"nearest to {self.goal}"
-        if self.reached:
-            aim = f"for {self.goal}"
+        which = {"precision": "lowest ", "recall": "highest "}.get(self.goal.metric, "")
+        aim = "with" if self.reached else "nearest to"
         before = "undefined" if self.value_before is None else plain(self.value_before)
         return (
-            f"Threshold {aim}: {self.estimate}. On the {self.verdict.queries} queries that "
-            f"chose it {name} is {self.value}, with {self.share_kept:.0%} of the documents kept; "
-            f"{self._so_far} it is {before}."
-            f"{self._direction()}{self._on_other_queries()}"
+            f"The {which}threshold {aim} {self.goal}: {self.estimate}. On the "
+            f"{self.verdict.queries} queries that chose it {name} is {self.value}, with "
+            f"{self.share_kept:.0%} of the documents kept; {self._so_far} it is {before}."
+            f"{self._on_other_queries()}"
         )
 
     @property
@@ -142,13 +141,6 @@ class Tuned:
             f"at the threshold so far ({self.before:g}; the figure is too high if these queries "
             "chose that threshold)"
         )
-
-    def _direction(self) -> str:
-        """Why a precision may lower the threshold, and a recall raise it; empty for F1."""
-        if self.goal.metric == "f1":
-            return ""
-        word = "lowest" if self.goal.metric == "precision" else "highest"
-        return f" Asked for is the {word} threshold with {self.goal} or more."
 
     def _on_other_queries(self) -> str:
         """Whether the goal holds on queries that did not choose the threshold."""

@@ -107,14 +107,20 @@ def test_the_report_adds_up_what_was_logged(caplog, tmp_path):
         "dropped": 5 / 12,
         "tokens_saved": saved // 4,
         "none_relevant": 1,
-        "near": 1 / 12,
-        "without_threshold": 1,
+        "near": 1 / 8,
+        "with_threshold": 2,
     }
     said = CliRunner().invoke(app, ["report", str(log)])
     assert said.exit_code == 0
-    assert (
-        "3 calls, 1 with nothing above the threshold, 1 without a threshold\n"
-        "12 documents, 41.7% would have been" in said.stdout
+    assert said.stdout == (
+        "3 calls, 2 with a threshold\n"
+        "12 documents, 41.7% would have been dropped\n"
+        f"about {saved // 4} tokens would have been saved\n"
+        "1 calls with nothing above the threshold\n"
+        "12.5% of their scores are within 0.1 of the threshold\n"
     )
+    log.write_text(lines[-1], encoding="utf-8")
+    said = CliRunner().invoke(app, ["report", str(log)]).stdout
+    assert said.endswith("about 0 tokens would have been saved\n")
     log.write_text("nothing", encoding="utf-8")
     assert CliRunner().invoke(app, ["report", str(log)]).exit_code == 2

@@ -58,7 +58,7 @@ def test_a_threshold_that_keeps_the_same_documents_stays():
         tuned = find_threshold(queries, goal, before=0.3)
         assert (tuned.threshold, tuned.problem) == (0.3, None)
         # It was not chosen, so it has no interval.
-        assert tuned.summary.startswith(f"Threshold for {goal}: 0.300. On the ")
+        assert f"threshold with {goal}: 0.300. On the " in tuned.summary
 
 
 def test_a_system_without_a_threshold_is_compared_with_keeping_everything():
@@ -145,9 +145,8 @@ def test_a_threshold_has_the_interval_of_the_thresholds_of_bootstrap_samples():
     width = high - low
     assert (tuned.estimate.low, tuned.estimate.high) == pytest.approx((low, high), abs=width / 4)
     assert tuned.estimate.low < tuned.threshold < tuned.estimate.high
-    assert f"Threshold for recall 0.8: {tuned.threshold:.3f} ({tuned.estimate.low:.3f} to " in (
-        tuned.summary
-    )
+    said = f"{tuned.threshold:.3f} ({tuned.estimate.low:.3f} to "
+    assert f"The highest threshold with recall 0.8: {said}" in tuned.summary
 
 
 def test_empty_lists_do_not_lower_a_precision():
@@ -158,7 +157,7 @@ def test_empty_lists_do_not_lower_a_precision():
     assert tuned.value_before == 1.0
     assert tuned.value.mean == 1.0
     assert -3.0 <= tuned.threshold < -2.0
-    assert "Asked for is the lowest threshold with precision 1 or more." in tuned.summary
+    assert tuned.summary.startswith("The lowest threshold with precision 1: ")
 
 
 def test_a_goal_that_cannot_be_reached_says_how_near_one_gets():
@@ -251,7 +250,7 @@ def test_the_command_writes_what_it_says(fused, tmp_path):
     before = RSRank.from_pretrained(fused, device="cpu", dtype="float32")
     threshold = hub.read_config(output).threshold
     assert f"written: threshold {threshold:.3f}, in" in said
-    assert "Threshold for recall 1: " in said
+    assert "The highest threshold with recall 1: " in said
     assert "Measured on queries that were left out: 6" in said
     assert "Precision counts those that keep something" in said
     # Another measure pays for a recall: nothing is better or worse.
@@ -272,7 +271,7 @@ def test_the_threshold_is_printed_before_it_is_written(fused, tmp_path, monkeypa
     data = written(tmp_path / "own.jsonl", labelled(6))
     arguments = ("tune", "--model", fused, "--data", data, "--output", tmp_path / "tuned")
     said = run(*arguments, "--recall", 1.0, code=1)
-    assert "Threshold for recall 1: " in said
+    assert "The highest threshold with recall 1: " in said
     assert "error: No space left on device." in said
 
 
