@@ -36,6 +36,7 @@ BODIES = 10
 # Headers of every answer: a browser must guess no type, and show nothing of this in a foreign page.
 HEADERS = {
     "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
     "Content-Security-Policy": "frame-ancestors 'none'",
 }
 
