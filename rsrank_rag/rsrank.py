@@ -165,17 +165,23 @@ class RSRank(Pretrained, Reranker):
         return self.prompts.fit_query(query)
 
     def token_costs(self, pairs: Sequence[Pair]) -> list[int]:
-        """See `Reranker.token_costs`. A cached prefix is not run, only read.
+        """See `Reranker.token_costs`. A cached prefix is not run, only read. Copies are not run.
 
         Raises:
             InputError: As `score`.
         """
         costs = []
-        for query, document in self._tokenise(pairs):
+        seen = set()
+        for pair in self._tokenise(pairs):
+            query, document = pair
             cost = len(document.ids)
             if self.cache.key(document.ids) in self.cache.tiers:
                 cost //= READ_PER_TOKEN
-            costs.append(len(query.ids) + cost)
+            cost += len(query.ids)
+            if pair in seen:
+                cost = 1
+            seen.add(pair)
+            costs.append(cost)
         return costs
 
     def _tokenise(self, pairs: Sequence[Pair]) -> list[tuple[TokenisedQuery, TokenisedDocument]]:

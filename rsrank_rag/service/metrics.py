@@ -71,7 +71,6 @@ class Metrics(Collector):
             ("ready", "1 if requests are answered.", self.backend.readiness() is None),
             ("open_connections", "Of clients.", self.connections()),
             ("waiting_documents", "Documents of requests without an answer.", stats["waiting"]),
-            ("tokens_per_second", "The model's speed in full batches.", stats["tokens_per_second"]),
         ):
             yield GaugeMetricFamily(f"rsrank_{name}", text, float(value))
         for name, text in COUNTERS.items():

@@ -38,6 +38,9 @@ FIRST_SPEED = 5_000.0
 # other programs use for some seconds does not make the model seem slow.
 BATCHES_TIMED = 400
 
+# A batch took much longer than it should if it took so many times as long.
+MUCH_LONGER = 4
+
 # A request is taken if its own work and the work before it are expected to take at most this share
 # of its timeout. The rest is for requests of other clients that come later.
 SHARE = 0.5
@@ -85,6 +88,8 @@ class Scheduler:
         self._work = asyncio.Event()
         self._running: list[QueueItem] = []
         self._speeds: deque[float] = deque(maxlen=BATCHES_TIMED)
+        # Of the last batch, also if it was small.
+        self._last_speed = 0.0
         self._runner: asyncio.Task[None] | None = None
         self._counts = Counter[str]()
         self._model_stats: Mapping[str, int] = {}
@@ -108,7 +113,6 @@ class Scheduler:
         """The scheduler's and the reranker's numbers, by name; `metrics` describes each of them."""
         stats = Counter({**self._counts, **self._model_stats})
         stats["waiting"] = sum(self._queue.waiting.values())
-        stats["tokens_per_second"] = int(self._speed)
         return stats
 
     @property
@@ -122,10 +126,12 @@ class Scheduler:
 
         Slower batches ran beside other programs. Smaller ones would hardly take less time then, and
         far fewer tokens would be run in a second. For the same reason, a batch may have at least
-        what a model of FIRST_SPEED runs.
+        what a model of FIRST_SPEED runs. But after a batch that took MUCH_LONGER than it should,
+        the next one is smaller, because the measured speeds may not be those of these documents.
         """
         fastest = sorted(self._speeds)[-len(self._speeds) // 10 :]
-        return max(1, int(max([FIRST_SPEED, *fastest[:1]]) * self.limits.batch_seconds))
+        speed = min([MUCH_LONGER * self._last_speed, *fastest[:1]])
+        return int(max(FIRST_SPEED, speed) * self.limits.batch_seconds)
 
     async def start(self) -> None:
         """Load the model and check it; returns when it can score, or raises what loading raises."""
@@ -292,8 +298,10 @@ class Scheduler:
         seconds = self.model.seconds
         cost = sum(item.cost for item in batch)
         # A small batch says little about the speed of a full one.
-        if cost >= self._batch_tokens / 2:
-            self._speeds.append(cost / max(seconds, 1e-6))
+        is_full = cost >= self._batch_tokens / 2
+        self._last_speed = cost / max(seconds, 1e-6)
+        if is_full:
+            self._speeds.append(self._last_speed)
         began = asyncio.get_running_loop().time() - seconds
         for item, outcome in zip(batch, outcomes, strict=True):
             if not item.document.outcomes:

@@ -103,16 +103,20 @@ def test_kept_documents_score_as_new_ones(tiny_folder):
     assert warm == pytest.approx(cold, abs=EXACT)
 
 
-def test_queries_of_like_length_share_one_run_with_a_row_without_a_document_for_each(
-    ranker, monkeypatch
-):
-    runs, query_values = [], ranker.backbone.query_values
+@pytest.fixture
+def runs(ranker, monkeypatch):
+    """Numbers of queries and of prefixes of every run."""
+    counts, query_values = [], ranker.backbone.query_values
 
     def counted(lines, prefixes, *arguments):
-        runs.append((len(lines), len(prefixes)))
+        counts.append((len(lines), len(prefixes)))
         return query_values(lines, prefixes, *arguments)
 
     monkeypatch.setattr(ranker.backbone, "query_values", counted)
+    return counts
+
+
+def test_queries_of_like_length_share_one_run_with_a_row_without_a_document_for_each(ranker, runs):
     pairs = [
         Pair(query, f"{i} {DOCUMENTS[1]}")
         for query in ("When was it opened?", "What holds it?")
@@ -126,12 +130,22 @@ def test_queries_of_like_length_share_one_run_with_a_row_without_a_document_for_
 
 def test_the_tokens_to_run_are_counted_and_counting_changes_no_score(ranker):
     pairs = [Pair(QUERY, "Bees see blue."), Pair("Who?", "A text. " * 300), Pair(QUERY, "Why?")]
-    pairs += [pairs[0], replace(pairs[1], max_tokens=7)]
+    pairs.append(replace(pairs[1], max_tokens=7))
     counts = ranker.token_costs(pairs)
     counted = ranker.score_pairs(pairs)
     assert counts == [one.tokens for one in counted]
     for one, other in zip(counted, ranker.score_pairs(pairs), strict=True):
         assert one.score == pytest.approx(other.score, abs=1e-5)
+
+
+def test_copies_of_a_pair_cost_almost_nothing_because_they_are_not_run(ranker, runs):
+    # Otherwise a request with copies would make the model seem faster than it is.
+    pair = Pair(QUERY, DOCUMENTS[0])
+    other = replace(pair, query="Who?")
+    full = ranker.token_costs([pair, other])
+    assert ranker.token_costs([pair, pair, other, pair]) == [full[0], 1, full[1], 1]
+    ranker.score_pairs([pair] * 50)
+    assert runs == [(1, 1 + 1)]
 
 
 def test_a_cached_document_costs_the_query_and_a_part_of_its_length():

@@ -250,6 +250,25 @@ async def test_batches_do_not_shrink_if_each_takes_long_whatever_its_size(clock)
     assert min(sizes[:-1]) == sizes[0] > 50
 
 
+class Uneven(Numbers):
+    """Takes much longer for "2" than for others."""
+
+    def score(self, query, documents):
+        self.spend(sum(0.002 if text == "2" else 0.00004 for text in documents))
+        return super().score(query, documents)
+
+
+async def test_after_one_batch_that_took_too_long_the_next_is_small(clock):
+    reranker = Uneven(clock=clock)
+    async with numbers(reranker, batch_seconds=0.02) as scheduler:
+        await scheduler.score(pairs(*[1] * 4000))
+        await scheduler.score(pairs(*[2] * 2000))
+    slow = [len(batch) for batch in reranker.batches if "2" in batch]
+    assert slow[0] == 500
+    # What a model of the first speed, 5,000 tokens a second, runs in the time.
+    assert max(slow[1:]) <= 100
+
+
 class Slowed(Numbers):
     """Other programs make each batch take longer, whatever its size."""
 
