@@ -29,10 +29,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Bytes on MPS by default. On CUDA it is a quarter of what is free after loading, and on a CPU
-# `settings.memory_share`.
-MPS_BYTES = 1_000_000_000
-
 
 @dataclass
 class Statistics:
@@ -326,9 +322,9 @@ def _open_disk(folder: str, limit: int) -> Disk:
 
 
 def _default_bytes(device: Any) -> int:
-    kind = device_kind(device)
-    if kind == "cuda":
+    if device_kind(device) == "cuda":
         from torch.cuda import mem_get_info
 
         return mem_get_info(device)[0] // 4
-    return MPS_BYTES if kind == "mps" else memory_share()
+    # On MPS, the device's memory is the machine's.
+    return memory_share()

@@ -54,8 +54,8 @@ class PrefixCache(BaseModel, extra="forbid", frozen=True):
     """
 
     device: Size | None = None
-    """On the device, as they are. None for a quarter of a GPU's free memory, and for `memory_share`
-    on a CPU."""
+    """On the device, as they are. None for a quarter of what is free on CUDA, and for
+    `memory_share` elsewhere."""
     folder: Folder | None = None
     """On disk, in 8 bits; None for not at all."""
     disk: Size = 10_000_000_000

@@ -1,6 +1,6 @@
 """The service's counters, in the format of Prometheus."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
 from prometheus_client import CollectorRegistry, Histogram, ProcessCollector
@@ -43,8 +43,6 @@ class Metrics(Collector):
         self.backend = backend
         # Requests that the server's end cut off.
         self.unanswered = 0
-        # How many are open; set by the server.
-        self.connections: Callable[[], int] = lambda: 0
         self.registry.register(self)
         ProcessCollector(registry=self.registry)
         # Until a model is loaded, its process is "none", which does not exist.
@@ -69,7 +67,6 @@ class Metrics(Collector):
         stats = self.backend.stats()
         for name, text, value in (
             ("ready", "1 if requests are answered.", self.backend.readiness() is None),
-            ("open_connections", "Of clients.", self.connections()),
             ("waiting_documents", "Documents of requests without an answer.", stats["waiting"]),
         ):
             yield GaugeMetricFamily(f"rsrank_{name}", text, float(value))

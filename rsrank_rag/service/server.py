@@ -100,7 +100,6 @@ class Server(uvicorn.Server):
             timeout_graceful_shutdown=None if timeout is None else math.ceil(timeout) + GRACE,
         )
         super().__init__(config)
-        app.state.metrics.connections = lambda: len(self.server_state.connections)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:  # noqa: D102 - uvicorn's
         await super().startup(sockets)

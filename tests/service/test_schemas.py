@@ -169,6 +169,20 @@ def test_an_instruction_is_refused_in_every_schema_and_an_empty_one_is_none(sche
         assert schema.model_validate({**body, **nothing}).pairs() == [Pair("q", "a")]
 
 
+@pytest.mark.parametrize("schema", [RerankRequest, TextsRequest, RankingRequest])
+def test_the_description_allows_empty_strings_where_they_are_taken_for_absent_fields(schema):
+    described = schema.model_json_schema()
+    fields = described["properties"]
+    allowed = {name for name in fields if {"const": ""} in fields[name].get("anyOf", [])}
+    assert allowed == set(fields) - set(described["required"])
+    texts = {"query": "q", "documents": ["a"], "texts": ["a"], "passages": [{"text": "a"}]}
+    if schema is RankingRequest:
+        texts["query"] = {"text": "q"}
+    body = {name: texts[name] for name in described["required"]}
+    empty = dict.fromkeys(allowed, "")
+    assert schema.model_validate({**empty, **body}).pairs() == [Pair("q", "a")]
+
+
 @pytest.mark.parametrize(
     ("fields", "top_n", "returned"),
     [

@@ -158,7 +158,18 @@ def _refuse_instruction(text: str | None) -> None:
         raise ValueError("not taken, because B and its zero point are trained with one prompt")
 
 
-class ScoringRequest(Strict, ABC):
+# Fields whose empty string is a text. Weaviate sends an empty property.
+MAY_BE_EMPTY = ("query", "document", "property")
+
+
+def _allow_empty_strings(schema: dict[str, Any]) -> None:
+    """Describe that every optional field may be an empty string, see `ScoringRequest`."""
+    fields = schema["properties"]
+    for name in fields.keys() - schema["required"]:
+        fields[name] = {"anyOf": [fields[name], {"const": ""}]}
+
+
+class ScoringRequest(Strict, ABC, json_schema_extra=_allow_empty_strings):
     """A request for the scores of documents for one query, with the options of all schemas.
 
     A field of a subclass must not have the name of a method or property of this class. If clients
@@ -178,9 +189,7 @@ class ScoringRequest(Strict, ABC):
         """
         if not isinstance(body, dict):
             return body
-        # Weaviate sends an empty property.
-        texts = ("query", "document", "property")
-        return {name: value for name, value in body.items() if value != "" or name in texts}
+        return {name: value for name, value in body.items() if value != "" or name in MAY_BE_EMPTY}
 
     model: Any = None
     """Any: there is one model, and the answer names it."""
