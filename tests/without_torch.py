@@ -57,7 +57,7 @@ with tempfile.TemporaryDirectory() as folder:
     scores.append(RSRank.from_pretrained(prefix_cache=prefixes).score(query, texts))
     run("rank", "--query", query, "--documents", str(documents))
     run("explain", "--query", query, "--document", texts[0])
-    assert "int8" in run("info", "mini")
+    assert "Backbone: `./backbone`" in run("info", "mini")
     pairs = [json.dumps({"query": query, "document": text}) for text in texts]
     Path(folder, "pairs.jsonl").write_text("\n".join(pairs), encoding="utf-8")
     run("score", "--input", str(Path(folder, "pairs.jsonl")), "--output", str(Path(folder, "out")))
