@@ -561,7 +561,7 @@ def odd_lines(log: Path) -> list[str]:
             told = json.loads(line)
         except ValueError:
             told = {"exc_info": "no JSON"}
-        if "LocalProtocolError" in line:
+        if "LocalProtocolError" in line or "without completing response" in line:
             # uvicorn's own, where a body breaks off in nonsense: it closes the connection.
             continue
         if "exc_info" in told or told.get("level") in ("ERROR", "CRITICAL"):

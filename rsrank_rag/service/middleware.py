@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import uuid
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -32,6 +33,9 @@ QUIET = frozenset({"/health", "/ready", "/metrics"})
 
 # Bodies of the largest size that may be in memory at a time.
 BODIES = 10
+
+# Seconds in which the rest of a body is read that was answered before its end.
+LINGER = 5.0
 
 # Headers of every answer: a browser must guess no type, and show nothing of this in a foreign page.
 HEADERS = {
@@ -181,6 +185,7 @@ class RequestMiddleware:
         # Without a secret, because prefixes on disk must be found again by the next run.
         salt = hashlib.sha256(client).hexdigest() if self.settings.separate_clients else ""
         scope["state"] = {**scope.get("state", {}), "record": record, "salt": salt}
+        body = _Body(receive, self, record, headers)
         has_started = False
 
         async def send_marked(message: Message) -> None:
@@ -190,12 +195,17 @@ class RequestMiddleware:
                 record.status = message["status"]
                 marked = MutableHeaders(scope=message)
                 marked.update({**HEADERS, "x-request-id": record.id})
-                if self.metrics.backend.is_ending:
-                    # The client sends its next request over a new connection, to another server.
+                if self.metrics.backend.is_ending or body.is_open:
+                    # The client sends its next request over a new connection.
                     marked["connection"] = "close"
+            elif body.is_open and not message.get("more_body"):
+                # The system resets a connection that is closed while its client sends, and the
+                # client may lose the answer. So the answer ends when the body has been read.
+                await send({**message, "more_body": True})
+                await body.discard()
+                message = {"type": message["type"]}
             await send(message)
 
-        body = _Body(receive, self, record)
         failure = None
         try:
             await self._app_for(scope, headers, key)(scope, body, send_marked)
@@ -221,7 +231,7 @@ class RequestMiddleware:
         if "transfer-encoding" in headers and "content-length" in headers:
             # A proxy before the service may have used the other header (request smuggling).
             text = "A request has Content-Length or Transfer-Encoding, not both."
-            return error_response(400, text, headers={"Connection": "close"})
+            return error_response(400, text)
         if key or not self.settings.closed or scope["path"] in OPEN:
             return self.app
         text = "This service needs an API key: send it as 'Authorization: Bearer KEY'."
@@ -258,13 +268,34 @@ class _Body:
     """Receives a request's body while the body is small enough and comes in time."""
 
     def __init__(
-        self, receive: Receive, middleware: RequestMiddleware, record: RequestRecord
+        self,
+        receive: Receive,
+        middleware: RequestMiddleware,
+        record: RequestRecord,
+        headers: Headers,
     ) -> None:
         self._receive = receive
         self._middleware = middleware
         self._record = record
         self._is_complete = False
+        self._exists = "transfer-encoding" in headers or "content-length" in headers
         self.bytes = 0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a part of the body is still to come."""
+        return self._exists and not self._is_complete
+
+    async def discard(self) -> None:
+        """Read the rest of the body for `LINGER` seconds at most, and keep nothing."""
+        self._middleware.open_bytes -= self.bytes
+        self.bytes = 0
+        with suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._read_rest(), LINGER)
+
+    async def _read_rest(self) -> None:
+        while (await self._receive()).get("more_body"):
+            pass
 
     async def __call__(self) -> Message:
         if self._is_complete:

@@ -203,6 +203,55 @@ def test_a_request_with_two_ends_is_refused_and_nothing_behind_it_is_read():
     assert answer.count(b"HTTP/1.1") == 1
 
 
+def never_ending(head, pause):
+    """A body of which pieces come for half a minute, or until the connection is closed."""
+    yield head + b"Transfer-Encoding: chunked\r\n\r\n"
+    ends = time.monotonic() + 30
+    while time.monotonic() < ends:
+        yield b"10\r\n" + 16 * b" " + b"\r\n"
+        time.sleep(pause)
+    raise AssertionError("the connection was never closed")
+
+
+@pytest.mark.parametrize(
+    ("status", "key", "pause", "settings"),
+    [
+        (401, b"", 0.05, {}),
+        (408, b"Authorization: Bearer k\r\n", 0.05, {"timeout": 0.5}),
+        (413, b"Authorization: Bearer k\r\n", 0, {"max_body_bytes": 1000}),
+    ],
+)
+def test_a_body_that_never_ends_is_answered_and_its_connection_closed(
+    status, key, pause, settings, monkeypatch
+):
+    monkeypatch.setattr(middleware, "LINGER", 0.5)
+    with (
+        address_of(scheduler(Numbers()), api_keys=["k"], **settings) as url,
+        connected(url) as connection,
+    ):
+        with suppress(ConnectionError):
+            for piece in never_ending(HEAD + key, pause):
+                connection.sendall(piece)
+        with suppress(ConnectionError):
+            connection.recv(1 << 16)
+        counted = sample(
+            httpx.get(f"{url}/metrics", headers={"Authorization": "Bearer k"}).text,
+            "rsrank_request_seconds_count",
+            status=str(status),
+        )
+    assert counted == 1
+
+
+@pytest.mark.parametrize("size", [100, 30_000_000])
+def test_a_client_that_sends_a_whole_body_first_reads_why_it_is_refused(size):
+    with address_of(scheduler(Numbers()), api_keys=["k"]) as url, connected(url) as connection:
+        connection.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % size)
+        connection.sendall(b" " * size)
+        answer = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+    assert answer.startswith(b"HTTP/1.1 401")
+    assert answer.endswith(b"}")
+
+
 @pytest.mark.parametrize("key", ["voil\u00e0", "\u00c5", "\u30ad\u30fc"])
 async def test_a_key_may_have_letters_of_any_alphabet(key):
     async with serving(api_keys=[key]) as http:
