@@ -215,7 +215,8 @@ def measure(
     """
     ranker = artifact()
     costs: dict[str, list[float] | None] = {"mini": cost(ranker, sets)}
-    scored = score_all({"mini": ranker, **parts_of(ranker)}, sets, scores, f" {ranker.identity()}")
+    suffix = f" {kept_scores.identity(ranker)}"
+    scored = score_all({"mini": ranker, **parts_of(ranker)}, sets, scores, suffix)
     thresholds: dict[str, float | None] = {"mini": ranker.threshold}
     failures = {}
     for label, load in others.items():

@@ -1,13 +1,26 @@
 """Scores of one system on one set in a file, so that nothing is scored twice."""
 
+import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from rsrank_rag import RSRank
+from rsrank_rag.artifact.identity import prefix_identity
 from rsrank_rag.errors import InputError
 from rsrank_rag.evaluation.datasets import LabelledQuery
 from rsrank_rag.evaluation.metrics import ScoredQuery
+from rsrank_rag.method.arrays import to_numpy
 from rsrank_rag.partial_files import write_text
+
+
+def identity(ranker: RSRank) -> str:
+    """Short hash of the language model, its dtype, the template and B."""
+    parts = prefix_identity(ranker.backbone, ranker.config) | {"dtype": str(ranker.backbone.dtype)}
+    digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode())
+    for name, weights in sorted(ranker.projection.state_dict().items()):
+        digest.update(name.encode() + to_numpy(weights).tobytes())
+    return digest.hexdigest()[:16]
 
 
 def read(path: Path, queries: Sequence[LabelledQuery]) -> list[ScoredQuery]:

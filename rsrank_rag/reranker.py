@@ -65,10 +65,6 @@ class Reranker(ABC):
         """The same reranker with a prefix cache that only callers with the same salt share."""
         return self
 
-    def identity(self) -> str:
-        """Short hash of everything that decides a score; empty if it is not known."""
-        return ""
-
     @abstractmethod
     def score(self, query: str, documents: Sequence[str]) -> list[float]:
         """The score of each document, in input order; above the threshold means relevant."""

@@ -1,7 +1,5 @@
 """RSRank: backbone, template and B joined into a reranker."""
 
-import hashlib
-import json
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -324,14 +322,6 @@ class RSRank(Pretrained, Reranker):
         if not self.cache.tiers.is_on:
             return {}
         return self.cache.tiers.stats()
-
-    def identity(self) -> str:
-        """Short hash of the language model, its dtype, the template and B."""
-        parts = prefix_identity(self.backbone, self.config) | {"dtype": str(self.backbone.dtype)}
-        digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode())
-        for name, weights in sorted(self.projection.state_dict().items()):
-            digest.update(name.encode() + to_numpy(weights).tobytes())
-        return digest.hexdigest()[:16]
 
 
 def _open_cache(choice: Choice, backbone: "LanguageModel", config: RSRankConfig) -> CachedPrefixes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -41,8 +42,8 @@ ROWS = {
     "false_keeps": "kept without an answer",
     "auroc": "AUROC of the best score",
     "false_accepts@90": "false accepts at 90%",
-    "ndcg@5": "nDCG@5",
-    "recall@5": "Recall@5",
+    "ndcg@5": "nDCG@5 of all queries",
+    "recall@5": "Recall@5 of all queries",
     "f1@best": "best F1 of the file",
     "tau_best": "at the threshold",
 }
@@ -65,7 +66,7 @@ def report(
     if totals["with_threshold"]:
         screen.print(
             f"{totals['none_relevant']:,} calls with nothing above the threshold\n"
-            f"{totals['near']:.1%} of their scores are within {shadow.NEAR:g} of the threshold"
+            f"{totals['near']:.1%} of scores with a threshold are within {shadow.NEAR:g} of it"
         )
 
 
@@ -95,8 +96,8 @@ def evaluate(
     which no relevant one is kept. Kept without an answer: documents kept of a query without a
     relevant one. AUROC: of the best score of lists with against lists without a relevant document
     (also lists whose relevant ones were taken out). False accepts: share of the latter that pass
-    where 90% of the former do. Instead: what other rules would keep, such as the three best, or the
-    first three of the file.
+    where 90% of the former do. The last table: what other rules would keep, such as the three best,
+    or the first three of the file.
 
     `rsrank evaluate --data examples/labelled.jsonl --json > metrics.json`
 
@@ -104,6 +105,8 @@ def evaluate(
     """
     # What is missing is an error before the work.
     ranking_measures([])
+    if threshold is not None and not math.isfinite(threshold):
+        raise InputError(f"--threshold {threshold} is no finite number.")
     if report is not None:
         check_report(report)
     model = list(dict.fromkeys(model))

@@ -163,9 +163,12 @@ def index(
     `rsrank index --documents passages.txt --prefixes prefixes`
     """
     ranker = _load(ModelSource(model, revision, load, prefix_cache=prefixes))
-    texts = ranker.parts(read_documents(documents))
-    count = ranker.index(texts, show_progress=problems.is_terminal)
-    screen.print(f"{len(texts):,} documents, {count} new, in {prefixes}")
+    texts = read_documents(documents)
+    parts = ranker.parts(texts)
+    count = ranker.index(parts, show_progress=problems.is_terminal)
+    screen.print(
+        f"{len(texts):,} documents: {len(parts):,} different parts, {count:,} new, in {prefixes}"
+    )
 
 
 @command(app)
@@ -178,6 +181,9 @@ def explain(
     as_json: AsJson = False,
 ) -> None:
     """Show where a score comes from: its exact parts per query token and per layer (L1, L2, ...).
+
+    Of a model with fusion layers, "match" is the similarity of a token with the document's most
+    similar one, and "whole" that of query and document.
 
     `rsrank explain -q "How do bees find flowers?" --document "Bees find them by their colour."`
     """
@@ -279,7 +285,7 @@ def score(
         progress=partial(track, description="Scoring", console=problems, transient=True),
     )
     screen.print(
-        f"{numbers['rows']:,} rows, {numbers['errors']:,} without a score (column error); files in "
-        f"{output}: {numbers['files']:,} new, {numbers['skipped']:,} there already",
+        f"{numbers['rows']:,} new rows, {numbers['errors']:,} without a score (column error); "
+        f"files in {output}: {numbers['files']:,} new, {numbers['skipped']:,} there already",
         soft_wrap=True,
     )

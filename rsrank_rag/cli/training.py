@@ -11,6 +11,7 @@ from rich.table import Table
 from typer import Option
 
 from ..errors import InputError, TrainingError
+from ..evaluation.metrics import plain
 from ..language_model.options import LoadOptions, ModelSource
 from .options import Revision, System, command, problems, screen
 
@@ -120,17 +121,14 @@ def tune(
         tuned = tune(source, data, output, goal, force=force, show=show_tuned)
     if tuned.problem and not force:
         raise TrainingError(f"Nothing was written: {tuned.problem}. --force writes it.")
-    screen.print(f"written: threshold {tuned.threshold:.3f}, in {output}", soft_wrap=True)
+    screen.print(f"written: threshold {plain(tuned.threshold)}, in {output}", soft_wrap=True)
 
 
 def show_tuned(tuned: Tuned) -> None:
     """Print a threshold, and what it changes."""
     screen.print(tuned.summary, soft_wrap=True)
     show_verdict(tuned.verdict, ("so far", "tuned"))
-    # Another measure pays for the goal, so the changes are named without a verdict.
-    screen.print(
-        f"changes beyond chance on these queries: {tuned.verdict.changes or 'none'}", soft_wrap=True
-    )
+    screen.print(f"on queries that were left out: {tuned.verdict}", soft_wrap=True)
 
 
 def show_verdict(verdict: Verdict, names: tuple[str, str]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, StrictBool, ValidationError
+from pydantic import BaseModel, Field, StrictBool, ValidationError
 
 from ..errors import InputError, problems_of
 from ..passages.titles import with_title
@@ -33,7 +33,7 @@ class LabelledQuery(BaseModel, frozen=True):
     """A query with its candidate documents."""
 
     id: str
-    query: str
+    query: str = Field(pattern=r"\S")
     documents: tuple[LabelledDocument, ...]
 
 

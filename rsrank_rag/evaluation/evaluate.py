@@ -23,9 +23,9 @@ from .unanswerable import auroc, best_scores, false_accepts
 # A rule is advised only if it leaves at most this share of the answerable queries with nothing.
 TOLERATED_LOSS = 0.1
 
-# Fewer answers cannot prove such a share: a rule that loses 10% of all answers loses none of 28
-# with a probability of 5.2%, and none of 29 with one of 4.7%.
-FEWEST_ANSWERS = 29
+# A rule may lose more than that of all answers if one that does would lose as few of these answers
+# with at least this probability.
+CHANCE = 0.05
 
 
 def score_dataset(reranker: Reranker, queries: Iterable[LabelledQuery]) -> list[ScoredQuery]:
@@ -102,8 +102,8 @@ def recommend(scored: Sequence[ScoredQuery], *, threshold: float = 0.0) -> str:
     An answer is lost if a query has a relevant document and no relevant one is kept. Among the
     rules by score that lose at most `TOLERATED_LOSS` of the answers, the one with the highest F1 is
     recommended; without such a rule, the one that loses fewest. The file's own order is no
-    candidate, because a file of labels may list the relevant documents first. A second
-    sentence says if the answers are few.
+    candidate, because a file of labels may list the relevant documents first. A last sentence says
+    if the rule may lose more of the answers to other queries.
     """
     answerable = sum(any(query.relevant) for query in scored)
     if not answerable:
@@ -114,25 +114,28 @@ def recommend(scored: Sequence[ScoredQuery], *, threshold: float = 0.0) -> str:
     limit = max(TOLERATED_LOSS * answerable, fewest)
     tolerated = [rule for rule, result in results.items() if result.left_with_nothing <= limit]
     best = max(tolerated, key=lambda rule: results[rule].f1)
+    lost = results[best].left_with_nothing
     # The threshold alone is compared with its safest alternative.
     other = candidates["tau"]
     if best == other:
         other = candidates["tau_top5_min1"]
     reason = f"lose at most {TOLERATED_LOSS:.0%} of the answers"
     if fewest > TOLERATED_LOSS * answerable:
-        reason = f"lose fewest answers, because every one loses more than {TOLERATED_LOSS:.0%}"
+        reason = f"lose fewest answers (every one loses more than {TOLERATED_LOSS:.0%})"
     advice = (
-        f"On these queries {best} loses {results[best].left_with_nothing} of {answerable} answers "
+        f"On these queries {best} loses {lost} of {answerable} answers "
         f"and keeps {results[best].kept_per_query:.2f} passages a query, with F1 "
         f"{results[best].f1:.3f}; {other} loses {results[other].left_with_nothing} and keeps "
         f"{results[other].kept_per_query:.2f}, with F1 {results[other].f1:.3f}. Recommended: "
-        f"{best}, the best F1 of the rules by score that {reason}."
+        f"{best}. Of the rules by score that {reason}, none has a better F1."
     )
-    if answerable < FEWEST_ANSWERS:
-        advice += (
-            f" This may be chance: fewer than {FEWEST_ANSWERS} answers cannot prove that at most "
-            f"{TOLERATED_LOSS:.0%} are lost."
-        )
+    if lost <= TOLERATED_LOSS * answerable:
+        draws = np.random.default_rng(0).binomial(answerable, TOLERATED_LOSS, 100_000)
+        if np.mean(draws <= lost) > CHANCE:
+            advice += (
+                f" It may lose more answers to other queries: {lost} of {answerable} does not "
+                f"prove that at most {TOLERATED_LOSS:.0%} are lost."
+            )
     return advice
 
 

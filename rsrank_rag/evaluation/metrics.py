@@ -50,14 +50,15 @@ def best_first(scores: Sequence[float]) -> list[int]:
 
 
 def plain(value: float | None) -> str:
-    """A number of at most three decimals, without a sign before zero.
+    """A number of three decimals, or of two digits if it is smaller. Only zero is shown as 0.
 
-    >>> plain(-5e-324), plain(4.0), plain(0.125), plain(13145), plain(None)
-    ('0', '4', '0.125', '13145', '-')
+    >>> plain(-0.0), plain(4.0), plain(0.1254), plain(13145), plain(-0.000451), plain(None)
+    ('0', '4', '0.125', '13145', '-0.00045', '-')
     """
     if value is None:
         return "-"
-    return f"{round(value, 3) + 0.0:.10g}"
+    number = round(value, 3) or float(f"{value:.2g}")
+    return f"{number + 0.0:.10g}"
 
 
 @dataclass(frozen=True)

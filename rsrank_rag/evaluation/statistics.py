@@ -31,8 +31,11 @@ class Estimate(Record):
     high: float | None
 
     def __str__(self) -> str:
-        """Such as ``0.100 (0.025 to 0.200)``."""
-        if self.low is None or self.high is None:
+        """Such as ``0.100 (0.025 to 0.200)``.
+
+        An interval without width is left out: queries that all agree say little about others.
+        """
+        if self.low is None or self.low == self.high:
             return f"{self.mean:.3f}"
         return f"{self.mean:.3f} ({self.low:.3f} to {self.high:.3f})"
 

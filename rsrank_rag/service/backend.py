@@ -44,7 +44,6 @@ class Description:
         name: What the model is called.
         threshold: The native threshold; None if there is none.
         explains: Whether scores can be taken apart.
-        identity: Short hash of everything that decides a score; empty if the model has none.
         max_tokens: The most tokens of a document that are read; None if unknown.
         complaint: What is wrong with how the model ranks the canary; None if nothing is.
     """
@@ -52,7 +51,6 @@ class Description:
     name: str
     threshold: float | None
     explains: bool
-    identity: str = ""
     max_tokens: int | None = None
     complaint: str | None = None
 

@@ -56,7 +56,6 @@ class Engine:
             self.name,
             reranker.threshold,
             hasattr(reranker, "explain"),
-            reranker.identity(),
             max_tokens,
             None if canary is None else self._complaint(canary),
         )

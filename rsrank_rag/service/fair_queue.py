@@ -46,7 +46,6 @@ class QueueDocument:
         client: Who waits for it.
         pair: The document and its query.
         explain: Whether its score is to be taken apart.
-        arrived: When the request came, on the event loop's clock.
         cost: An estimate of the document's tokens.
         answer: Done when every part has a score, or when a part has an error.
         segment: The last segment that was cut.
@@ -59,7 +58,6 @@ class QueueDocument:
     client: "QueueClient"
     pair: Pair
     explain: bool
-    arrived: float
     cost: int
     answer: "asyncio.Future[None]"
     segment: Segment | None = None
@@ -188,7 +186,7 @@ class FairQueue:
         documents = []
         for pair, cost in zip(pairs, costs, strict=True):
             answer = loop.create_future()
-            document = QueueDocument(client, pair, explain, loop.time(), cost, answer)
+            document = QueueDocument(client, pair, explain, cost, answer)
             document.add_rest()
             documents.append(document)
         client.documents.update(dict.fromkeys(documents))

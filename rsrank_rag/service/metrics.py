@@ -1,13 +1,11 @@
 """The service's counters, in the format of Prometheus."""
 
 from collections.abc import Iterator
-from functools import partial
 
 from prometheus_client import CollectorRegistry, Histogram, ProcessCollector
 from prometheus_client.metrics_core import (
     CounterMetricFamily,
     GaugeMetricFamily,
-    InfoMetricFamily,
     Metric,
 )
 from prometheus_client.registry import Collector
@@ -48,15 +46,13 @@ class Metrics(Collector):
         # Until a model is loaded, its process is "none", which does not exist.
         model_pid = lambda: backend.model.pid or "none"  # noqa: E731
         ProcessCollector("rsrank_model", model_pid, registry=self.registry)
-        histogram = partial(Histogram, registry=self.registry)
-        self._seconds = histogram(
+        self._seconds = Histogram(
             "rsrank_request_seconds",
             "Time from a request's arrival to its answer.",
             ("route", "status"),
             buckets=SECONDS,
+            registry=self.registry,
         )
-        text = "Time from a document's arrival to its turn."
-        backend.observe_wait = histogram("rsrank_wait_seconds", text, buckets=SECONDS).observe
 
     def observe(self, record: RequestRecord) -> None:
         """Count a request that has been answered."""
@@ -82,7 +78,3 @@ class Metrics(Collector):
             for place in ("device", "disk"):
                 family.add_metric([place], stats[f"{place}_{what}"])
             yield family
-        model = self.backend.model.description
-        if model is not None:
-            labels = {"name": model.name, "identity": model.identity}
-            yield InfoMetricFamily("rsrank_model", "What is served.", labels)

@@ -198,12 +198,8 @@ class RequestMiddleware:
                 if self.metrics.backend.is_ending or body.is_open:
                     # The client sends its next request over a new connection.
                     marked["connection"] = "close"
-            elif body.is_open and not message.get("more_body"):
-                # The system resets a connection that is closed while its client sends, and the
-                # client may lose the answer. So the answer ends when the body has been read.
-                await send({**message, "more_body": True})
-                await body.discard()
-                message = {"type": message["type"]}
+            else:
+                message["more_body"] = message.get("more_body", False) or body.is_open
             await send(message)
 
         failure = None
@@ -222,6 +218,12 @@ class RequestMiddleware:
         record.route = getattr(scope.get("route"), "path", "other")
         self.metrics.observe(record)
         record.write(logging.DEBUG if record.route in QUIET else logging.INFO)
+        if body.is_open:
+            # The system resets a connection that is closed while its client sends, and the client
+            # may lose the answer. So the answer ends when the body has been read.
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(_discard(receive), LINGER)
+            await send({"type": "http.response.body"})
 
     def _app_for(self, scope: Scope, headers: Headers, key: bytes | None) -> ASGIApp:
         """The app, or the error response of a request that may not reach the app."""
@@ -264,6 +266,12 @@ def is_own_name(host: str, settings: Settings) -> bool:
         return "." not in name or name.endswith((".localhost", ".local", ".internal"))
 
 
+async def _discard(receive: Receive) -> None:
+    """Read a body to its end."""
+    while (await receive()).get("more_body"):
+        pass
+
+
 class _Body:
     """Receives a request's body while the body is small enough and comes in time."""
 
@@ -285,17 +293,6 @@ class _Body:
     def is_open(self) -> bool:
         """Whether a part of the body is still to come."""
         return self._exists and not self._is_complete
-
-    async def discard(self) -> None:
-        """Read the rest of the body for `LINGER` seconds at most, and keep nothing."""
-        self._middleware.open_bytes -= self.bytes
-        self.bytes = 0
-        with suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._read_rest(), LINGER)
-
-    async def _read_rest(self) -> None:
-        while (await self._receive()).get("more_body"):
-            pass
 
     async def __call__(self) -> Message:
         if self._is_complete:

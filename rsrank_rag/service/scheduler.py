@@ -79,7 +79,6 @@ class Scheduler:
         self.name = name
         self.limits = limits
         self.model = ModelProcess(make, name, canary, prepare, limits.hang_seconds)
-        self.observe_wait: Callable[[float], object] = lambda seconds: None
         # Set by the server at SIGTERM. Requests are taken until `stop`, and /ready is 503.
         self.is_ending = False
         self._stopping = asyncio.Event()
@@ -295,17 +294,13 @@ class Scheduler:
         """Have the model's process score parts, and note their outcomes and the model's speed."""
         pairs = [item.part for item in batch]
         outcomes, self._model_stats = await self.model.call("run", pairs, batch[0].document.explain)
-        seconds = self.model.seconds
         cost = sum(item.cost for item in batch)
         # A small batch says little about the speed of a full one.
         is_full = cost >= self._batch_tokens / 2
-        self._last_speed = cost / max(seconds, 1e-6)
+        self._last_speed = cost / max(self.model.seconds, 1e-6)
         if is_full:
             self._speeds.append(self._last_speed)
-        began = asyncio.get_running_loop().time() - seconds
         for item, outcome in zip(batch, outcomes, strict=True):
-            if not item.document.outcomes:
-                self.observe_wait(began - item.document.arrived)
             if outcome.scored is not None:
                 self._counts["tokens"] += outcome.scored.tokens
             item.document.take_outcome(outcome)

@@ -60,7 +60,6 @@ class FineTuned:
         penalty: The penalty of these weights.
         gains: Whether the mean of nDCG@5 and F1 on queries left out is higher with this penalty
             than with the artifact's weights, by more than a standard error.
-        values: That mean by penalty; infinite, and first, for the artifact's weights.
         before: The queries left out, scored with the artifact's weights, less its threshold.
         after: The same queries, scored with fine-tuned weights. A query's weights were trained
             without it, with the penalty that was best for queries of the other folds.
@@ -69,7 +68,6 @@ class FineTuned:
     projection: Projection
     penalty: float
     gains: bool
-    values: dict[float, float]
     before: list[ScoredQuery]
     after: list[ScoredQuery]
 
@@ -123,9 +121,8 @@ def fine_tune(
     *_, weights = tuner.path(everything, penalties[: best + 1])
     projection = copy.deepcopy(base)
     projection.load_state_dict({**base.state_dict(), **weights})
-    means = dict(zip(penalties, together.mean(1).tolist(), strict=True))
     gains = bool(gain.mean() > error)
-    return FineTuned(projection, penalties[best], gains, means, before, after)
+    return FineTuned(projection, penalties[best], gains, before, after)
 
 
 def _values(queries: Sequence[ScoredQuery]) -> Tensor:

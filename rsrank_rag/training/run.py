@@ -4,7 +4,6 @@ Features stay in the output folder, so that the same recipe goes on where it sto
 """
 
 import json
-import math
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -230,11 +229,6 @@ class TrainingRun:
         tuned = fine_tune(
             features, base, recipe.fine_tuning, threshold=threshold, device=device, watch=watch
         )
-        for penalty, value in tuned.values.items():
-            what = f"penalty {penalty:g}"
-            if math.isinf(penalty):
-                what = f"the weights of {recipe.base}"
-            self.say(f"{value:.3f} mean of nDCG@5 and F1 on queries held out: {what}")
         if threshold:
             self.say(
                 f"{recipe.base} has the threshold {threshold:g}. If these queries chose it, the "
@@ -254,7 +248,7 @@ class TrainingRun:
         if self.force:
             problem = None
         projection = base
-        written = f"the weights of {recipe.base}, unchanged: {problem}"
+        written = f"the weights of {recipe.base}, unchanged: {problem} (--force writes the others)"
         if problem is None:
             projection = tuned.projection
             written = f"fine-tuned weights, {verdict} on {verdict.queries} queries held out"
@@ -294,7 +288,7 @@ class TrainingRun:
         recipe = self.recipe
         config = model.config
         record = TrainingRecord(
-            data=tuple(part.title for part in recipe.data),
+            data=(*config.training.data, *(part.title for part in recipe.data)),
             seed=recipe.fit.seed,
             metrics={"held out": result.metrics},
             settings=result.settings,
@@ -322,3 +316,5 @@ def write_trained(
         hub.write_artifact(new, config, projection, model_card(config))
         if config.backbone.name == INSIDE:
             shutil.copytree(base / INSIDE, new / INSIDE)
+        if (base / hub.LIMITS).is_file():
+            shutil.copy(base / hub.LIMITS, new)

@@ -22,6 +22,8 @@ from ..evaluation.metrics import (
     selection_measures,
 )
 from ..evaluation.statistics import (
+    FEWEST,
+    RESAMPLES,
     ROUNDING,
     Array,
     Estimate,
@@ -103,7 +105,7 @@ class Tuned:
         if not self.reached:
             return (
                 f"no threshold reaches {self.goal} on these {self.verdict.queries} queries: the "
-                f"highest {name} is {self.value.mean:.3f}, at threshold {self.threshold:.3f}"
+                f"highest {name} is {self.value.mean:.3f}, at threshold {plain(self.threshold)}"
             )
         held_out = self.verdict.after.get(self.goal.metric)
         if held_out is None:
@@ -124,11 +126,15 @@ class Tuned:
         name = MEASURES[self.goal.metric]
         which = {"precision": "lowest ", "recall": "highest "}.get(self.goal.metric, "")
         aim = "with" if self.reached else "nearest to"
-        before = "undefined" if self.value_before is None else plain(self.value_before)
+        before = "undefined"
+        if self.value_before is not None:
+            before = plain(self.value_before)
+            if self.value_before >= self.goal.value:
+                before += ", which reaches the goal already"
         return (
             f"The {which}threshold {aim} {self.goal}: {self.estimate}. On the "
             f"{self.verdict.queries} queries that chose it {name} is {self.value}, with "
-            f"{self.share_kept:.0%} of the documents kept; {self._so_far} it is {before}."
+            f"{self.share_kept:.1%} of the documents kept; {self._so_far} it is {before}."
             f"{self._on_other_queries()}"
         )
 
@@ -137,9 +143,11 @@ class Tuned:
         """In words, what is kept without the new threshold."""
         if self.before is None:
             return "with everything kept"
+        if not self.before:
+            return "at zero"
         return (
-            f"at the threshold so far ({self.before:g}; the figure is too high if these queries "
-            "chose that threshold)"
+            f"at the threshold so far ({self.before:g}; the figure may be too high if these "
+            "queries chose that threshold)"
         )
 
     def _on_other_queries(self) -> str:
@@ -159,12 +167,11 @@ class Tuned:
         # The thresholds of the left-out queries may be far from the one that is written.
         elif held_out.proves(self.goal.value) and self.value.proves(self.goal.value):
             words = "the goal is reached beyond chance"
-        lowest = min(self.held_out_thresholds)
-        highest = max(self.held_out_thresholds)
+        thresholds = self.held_out_thresholds
         return (
             f" On queries that did not choose the threshold it is {held_out}: {words}. The "
-            f"thresholds of these queries, which the other queries chose, are {lowest:.3f} to "
-            f"{highest:.3f}."
+            "thresholds of these queries, which the other queries chose, are "
+            f"{min(thresholds):.3f} to {max(thresholds):.3f}."
         )
 
 
@@ -203,7 +210,9 @@ def find_threshold(queries: Sequence[ScoredQuery], goal: Goal, before: float | N
         for number in numbers:
             held_out.append(queries[number])
             shifted.append(queries[number].shifted(threshold))
-    drawn = np.array([goal.choose(sweep, weights) for weights in resampled(len(queries))])
+    samples = RESAMPLES if len(queries) >= FEWEST else 0
+    draws = resampled(len(queries), samples)
+    drawn = np.array([goal.choose(sweep, weights) for weights in draws])
     old = selection_measures(queries, Rule(before))
     new = selection_measures(queries, Rule(drawn[0]))
     if before is not None and np.array_equal(old["kept"], new["kept"]):
@@ -256,7 +265,8 @@ def tune(
     show(tuned)
     if tuned.problem and not force:
         return tuned
-    note = f"Threshold for {goal} on {len(queries)} labelled queries of {data.name}."
+    number = plain(tuned.threshold)
+    note = f"Threshold {number} for {goal} on {len(queries)} labelled queries of {data.name}."
     if tuned.problem:
         note = f"{note} It was forced: {tuned.problem}."
     if not isinstance(ranker, RSRank):

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from ..evaluation.metrics import Rule, ScoredQuery, ranking_measures, selection_measures
-from ..evaluation.statistics import Array, Estimate, Record, bootstrap, estimate
+from ..evaluation.statistics import FEWEST, Array, Estimate, Record, bootstrap, estimate
 
 Outcome = Literal["better", "worse", "no difference beyond chance"]
 
@@ -78,16 +78,15 @@ class Verdict(Record):
         return "no difference beyond chance"
 
     def __str__(self) -> str:
-        """The outcome in a sentence, with every measure that changed beyond chance."""
-        if not self.changes:
-            return self.outcome
-        return f"{self.outcome}: {self.changes}"
-
-    @property
-    def changes(self) -> str:
-        """Every measure that changed beyond chance, losses first; empty if none did."""
-        names = self.losses + self.gains
-        return ", ".join(f"{MEASURES[name]} changes by {self.difference[name]}" for name in names)
+        """Every measure that changed beyond chance, losses first, or that none did."""
+        parts = []
+        for word, names in (("worse", self.losses), ("better", self.gains)):
+            changes = [f"{MEASURES[name]} changes by {self.difference[name]}" for name in names]
+            if changes:
+                parts.append(f"{word}: {', '.join(changes)}")
+        if self.queries < FEWEST:
+            return f"{self.outcome} (fewer than {FEWEST} queries show none)"
+        return "; ".join(parts) or self.outcome
 
     def _improvement(self, name: str) -> tuple[float, float]:
         """Interval of a measure's difference, positive where it became better; endless for none."""

@@ -117,6 +117,13 @@ def test_rank_finds_documents_that_were_read_ahead_of_time(artifact, passages, t
         assert [row["index"] for row in kept[name]] == [row["index"] for row in plain[name]]
 
 
+def test_index_counts_documents_and_the_different_parts_of_them(artifact, tmp_path):
+    (tmp_path / "texts.txt").write_text("A bee dances.\nA bee dances.\nTrains run on rails.\n")
+    arguments = ("index", "-d", str(tmp_path / "texts.txt"), "-m", artifact, "-p", str(tmp_path))
+    assert run(*arguments).stdout.startswith("3 documents: 2 different parts, 2 new, in ")
+    assert run(*arguments).stdout.startswith("3 documents: 2 different parts, 0 new, in ")
+
+
 def test_explain_says_kept_or_dropped_by_the_threshold_of_the_model():
     explanation = Explanation("q", "d", 0.4, False, ("q",), (1,), ((0.4,),), (((0.4,),),))
     assert explanation_text(explanation, 0.0).plain.endswith("\nkept")
@@ -233,7 +240,7 @@ def test_every_row_is_a_number_of_the_record():
 def test_evaluate_shows_systems_side_by_side_with_every_number_whole(artifact):
     record = dict.fromkeys(KEYS[2:], 0.125) | {
         "queries": 13145,
-        "tau_best": -5e-324,
+        "tau_best": -0.000451,
         "false_keeps": None,
     }
     table = file_table("beir:scifact", [{"model": name, **record} for name in (artifact, "bm25")])
@@ -245,8 +252,8 @@ def test_evaluate_shows_systems_side_by_side_with_every_number_whole(artifact):
     cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if "│" in line]
     rows = {cell[0]: cell[1:] for cell in cells}
     assert rows["queries"] == ["13145", "13145"]
-    assert rows["nDCG@5"] == ["0.125", "0.125"]
-    assert rows["at the threshold"] == ["0", "0"]
+    assert rows["nDCG@5 of all queries"] == ["0.125", "0.125"]
+    assert rows["at the threshold"] == ["-0.00045", "-0.00045"]
     assert rows["kept without an answer"] == ["-", "-"]
 
 
@@ -300,6 +307,8 @@ def test_evaluate_says_before_the_work_that_its_report_cannot_be_written(labelle
         (["rank", "-q", "x", "-d", "-", "-m", "ARTIFACT", "--dtype", "int7"], 2, "is not a dtype"),
         (["info", "nowhere at all"], 1, "neither built in"),
         (["evaluate", "-m", "bm25", "--data", "nowhere.jsonl"], 2, "could not be read"),
+        (["evaluate", "-m", "bm25", "--data", "PAIRS", "--threshold", "nan"], 2, "no finite"),
+        (["evaluate", "-m", "bm25", "--data", "BLANK"], 2, "line 2: query: String should match"),
         (["rank", "--nonsense"], 2, "No such option"),
         (["rank", "-q", "x", "-d", "EMPTY", "-m", "ARTIFACT"], 2, "holds no documents"),
         (["rank", "-q", "x", "-d", "BINARY", "-m", "ARTIFACT"], 2, "Give a text file in UTF-8"),
@@ -327,7 +336,15 @@ def test_a_mistake_gives_one_clear_line_and_an_exit_code(
     (tmp_path / "empty.txt").write_text("\n\n")
     (tmp_path / "picture.png").write_bytes(b"\x89PNG\r\n\x1a\n\x00\xff")
     (tmp_path / "pairs.jsonl").write_text('{"query": "q", "document": "d"}\n')
-    files = {"EMPTY": "empty.txt", "BINARY": "picture.png", "PAIRS": "pairs.jsonl", "NEW": "new"}
+    rows = [{"id": f"{query}.", "query": query, "documents": []} for query in ("q", " ")]
+    (tmp_path / "blank.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    files = {
+        "BLANK": "blank.jsonl",
+        "EMPTY": "empty.txt",
+        "BINARY": "picture.png",
+        "PAIRS": "pairs.jsonl",
+        "NEW": "new",
+    }
     names = {"ARTIFACT": artifact, **{name: str(tmp_path / file) for name, file in files.items()}}
     for name, path in names.items():
         arguments = [argument.replace(name, path) for argument in arguments]

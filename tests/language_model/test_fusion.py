@@ -320,25 +320,6 @@ def test_weights_of_one_change_no_score(tiny_ranker):
     ) == (plain.score(QUERY, DOCUMENTS))
 
 
-def test_an_identity_is_of_all_that_was_trained(tiny_ranker):
-    plain = tiny_ranker("qwen3")
-    weight, layers = plain.projection.weight, plain.projection.layers
-    ones = torch.ones(weight.shape[:2])
-    others = [
-        Projection(weight * 2, layers),
-        Projection(weight, layers, head_weight=ones),
-        Projection(weight, layers, head_weight=ones * 2),
-        Projection(weight, layers, agreement=torch.ones(3)),
-        Projection(weight, layers, agreement=torch.tensor([1.0, 2.0, 3.0])),
-    ]
-    rankers = [RSRank(plain.backbone, plain.prompts, other, plain.config) for other in others]
-    assert len({ranker.identity() for ranker in [plain, *rankers]}) == 6
-    assert (
-        RSRank(plain.backbone, plain.prompts, plain.projection, plain.config).identity()
-        == plain.identity()
-    )
-
-
 def test_agreement_needs_a_fusion_layer(tiny_ranker, tmp_path):
     plain = tiny_ranker("qwen3")
     projection = Projection(

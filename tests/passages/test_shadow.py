@@ -117,7 +117,7 @@ def test_the_report_adds_up_what_was_logged(caplog, tmp_path):
         "12 documents, 41.7% would have been dropped\n"
         f"about {saved // 4} tokens would have been saved\n"
         "1 calls with nothing above the threshold\n"
-        "12.5% of their scores are within 0.1 of the threshold\n"
+        "12.5% of scores with a threshold are within 0.1 of it\n"
     )
     log.write_text(lines[-1], encoding="utf-8")
     said = CliRunner().invoke(app, ["report", str(log)]).stdout

@@ -11,7 +11,7 @@ from test_systems import save_cross_encoder
 from typer.testing import CliRunner
 
 from research import compare, kept_scores
-from rsrank_rag import RSRank
+from rsrank_rag import Projection, RSRank
 from rsrank_rag.errors import InputError
 from rsrank_rag.evaluation.datasets import LabelledDocument, LabelledQuery
 from rsrank_rag.evaluation.metrics import ScoredQuery
@@ -168,3 +168,20 @@ def test_published_rerankers_and_nanobeir_come_from_the_hub(
     assert "## Not measured\n\n- Ettin 17M: " in text
     kept = json.loads((tmp_path / "scores/first-2/BM25, NanoNQ.json").read_text("utf-8"))
     assert [len(row["scores"]) for row in kept] == [31, 31]
+
+
+def test_an_identity_is_of_all_that_was_trained(tiny_ranker):
+    plain = tiny_ranker("qwen3")
+    weight, layers = plain.projection.weight, plain.projection.layers
+    ones = torch.ones(weight.shape[:2])
+    others = [
+        Projection(weight * 2, layers),
+        Projection(weight, layers, head_weight=ones),
+        Projection(weight, layers, head_weight=ones * 2),
+        Projection(weight, layers, agreement=torch.ones(3)),
+        Projection(weight, layers, agreement=torch.tensor([1.0, 2.0, 3.0])),
+    ]
+    rankers = [RSRank(plain.backbone, plain.prompts, other, plain.config) for other in others]
+    assert len({kept_scores.identity(ranker) for ranker in [plain, *rankers]}) == 6
+    again = RSRank(plain.backbone, plain.prompts, plain.projection, plain.config)
+    assert kept_scores.identity(again) == kept_scores.identity(plain)

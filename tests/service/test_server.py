@@ -38,6 +38,7 @@ from rsrank_rag.prefixes.cache import CachedPrefixes, PrefixTiers
 from rsrank_rag.prefixes.settings import PrefixCache, as_prefix_cache
 from rsrank_rag.reranker import BLANK_SCORE
 from rsrank_rag.service import app as app_module
+from rsrank_rag.service import middleware
 from rsrank_rag.service.engine import Canary
 from rsrank_rag.service.logs import TextlessFormatter
 from rsrank_rag.service.middleware import keys_in
@@ -386,7 +387,8 @@ async def test_too_many_documents_are_refused_before_anything_is_made_of_them(
     )
 
 
-async def test_a_body_without_a_length_is_measured_as_it_comes():
+async def test_a_body_without_a_length_is_measured_as_it_comes(monkeypatch):
+    monkeypatch.setattr(middleware, "LINGER", 0)
     sent = []
 
     async def chunks(count):

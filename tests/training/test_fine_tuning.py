@@ -189,7 +189,6 @@ def test_training_finds_the_zero_of_a_domain_and_says_so(base):
     )
     assert judge(found.before, found.after).outcome == "better"
     assert found.gains
-    assert found.values[found.penalty] == max(found.values.values())
     in_turn = [features[number] for held in folds(20, 5) for number in held]
     assert [row.relevant for row in found.before] == [query.relevant for query in in_turn]
     expected = [score for row in scored(in_turn, base, device="cpu") for score in row.scores]
@@ -244,7 +243,7 @@ def train(fused, monkeypatch, tmp_path):
         def tuned(features, projection, options, **settings):
             moved = copy.deepcopy(projection)
             moved.agreement.data += 1
-            return FineTuned(moved, 1.0, gains, {math.inf: 1.0, 1.0: 0.9}, before, after)
+            return FineTuned(moved, 1.0, gains, before, after)
 
         monkeypatch.setattr(run_module, "fine_tune", tuned)
         arguments = ("train", "--base", fused, "--data", data, "--output", tmp_path / "run")
@@ -330,6 +329,7 @@ def test_what_was_known_of_the_base_is_known_of_its_copy(train, fused, tmp_path)
     base = tmp_path / "base"
     projection = hub.read_projection(fused, config)
     run_module.write_trained(base, config, projection, fused)
+    (base / hub.LIMITS).write_text("English only.")
     before, _ = scorings()
     train(before, before, "--base", base, gains=False)
     kept = hub.read_config(tmp_path / "run" / "artifact")
@@ -338,7 +338,8 @@ def test_what_was_known_of_the_base_is_known_of_its_copy(train, fused, tmp_path)
     assert kept.model_copy(update={"training": known}) == config
     assert kept.training.data == ("tides",)
     assert kept.training.notes.startswith("By hand. Made by rsrank train: the weights of ")
-    assert (tuned.int8, tuned.training.data) == (True, ("own",))
+    assert (tuned.int8, tuned.training.data) == (True, ("tides", "own"))
+    assert (tmp_path / "run" / "artifact" / hub.LIMITS).read_text() == "English only."
 
 
 def test_fine_tuned_weights_of_a_tuned_base_say_that_their_threshold_is_zero(

@@ -10,6 +10,7 @@ from rsrank_rag.evaluation.metrics import ScoredQuery
 from rsrank_rag.evaluation.statistics import Estimate
 from rsrank_rag.training.verdict import (
     FEW_QUERIES,
+    Verdict,
     judge,
 )
 
@@ -95,6 +96,21 @@ def test_more_queries_left_with_nothing_are_a_loss_and_fewer_a_gain():
     assert "left_with_nothing" in judge(kept, lost).losses
     assert "left_with_nothing" in judge(lost, kept).gains
     assert "changes by 0.500" in str(judge(kept, lost))
+
+
+def test_gains_beside_a_loss_are_called_better():
+    estimates = {
+        "precision": Estimate(mean=-0.04, low=-0.06, high=-0.02),
+        "recall": Estimate(mean=0.7, low=0.6, high=0.8),
+        "left_with_nothing": Estimate(mean=-0.2, low=-0.3, high=-0.1),
+        "f1": Estimate(mean=0.1, low=-0.1, high=0.2),
+    }
+    verdict = Verdict(queries=100, before={}, after={}, difference=estimates)
+    assert str(verdict) == (
+        "worse: precision changes by -0.040 (-0.060 to -0.020); better: recall changes by 0.700 "
+        "(0.600 to 0.800), the share of answerable queries with nothing relevant kept changes by "
+        "-0.200 (-0.300 to -0.100)"
+    )
 
 
 def test_few_queries_cannot_rule_out_a_loss_and_many_need_not():
