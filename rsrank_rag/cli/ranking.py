@@ -205,6 +205,8 @@ def explanation_text(explanation: Explanation, threshold: float) -> Text:
         verdict = "kept"
     if threshold:
         verdict = f"{verdict}: the threshold is {threshold:g}"
+    if explanation.truncated:
+        verdict += " (the document's end was not read)"
     return Text.assemble(
         (printable(explanation.query), "bold"),
         "\n",

@@ -244,7 +244,10 @@ class TrainingRun:
         }
         problem = verdict.problem
         if not tuned.gains:
-            problem = "no penalty gained more than a standard error on queries held out"
+            problem = (
+                "no penalty gained more than a standard error in the mean of nDCG@5 and F1 on "
+                "queries held out"
+            )
         if self.force:
             problem = None
         projection = base

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -127,6 +128,8 @@ def test_index_counts_documents_and_the_different_parts_of_them(artifact, tmp_pa
 def test_explain_says_kept_or_dropped_by_the_threshold_of_the_model():
     explanation = Explanation("q", "d", 0.4, False, ("q",), (1,), ((0.4,),), (((0.4,),),))
     assert explanation_text(explanation, 0.0).plain.endswith("\nkept")
+    cut = replace(explanation, truncated=True)
+    assert explanation_text(cut, 0.0).plain.endswith("\nkept (the document's end was not read)")
     above = explanation_text(explanation, 0.5).plain
     assert above.endswith("\ndropped: the threshold is 0.5")
 
