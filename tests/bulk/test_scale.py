@@ -454,7 +454,7 @@ def test_the_command_scores_and_goes_on(tmp_path):
     done = run(*arguments)
     assert done.exit_code == 0, done.stderr
     said = " ".join(done.stdout.split())
-    assert said.startswith("10 rows, 0 without a score (column error); files in ")
+    assert said.startswith("10 new rows, 0 without a score (column error); files in ")
     assert said.endswith(": 4 new, 0 there already")
     (output / "shard-02.jsonl").unlink()
     assert " ".join(run(*arguments).stdout.split()).endswith(": 1 new, 3 there already")
