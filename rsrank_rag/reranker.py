@@ -58,6 +58,9 @@ class Reranker(ABC):
     """The native threshold: a score above it means relevant. None where no threshold separates
     relevant from irrelevant scores (a cosine, BM25)."""
 
+    labelled_data: tuple[str, ...] = ()
+    """Names of the labelled sets that trained the weights or chose the threshold."""
+
     long_documents: Literal["cut", "windows"] = "cut"
     """How `rank` reads documents that are too long for the model, by default."""
 

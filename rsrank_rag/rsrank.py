@@ -91,6 +91,7 @@ class RSRank(Pretrained, Reranker):
         self.config = config
         self.name = config.backbone.name
         self.threshold = config.threshold
+        self.labelled_data = config.training.data
         if not isinstance(prefix_cache, CachedPrefixes):
             prefix_cache = _open_cache(prefix_cache, backbone, config)
         self.cache = prefix_cache

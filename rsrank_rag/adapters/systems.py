@@ -6,13 +6,14 @@ name of each class, and a class is imported when a reranker of its kind is loade
 `research.systems` adds the systems that only the paper's experiments need.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, FiniteFloat, PositiveFloat, ValidationError
+from pydantic import BaseModel, FiniteFloat, ValidationError
+from typing_extensions import Self
 
 from ..errors import ArtifactError, InputError, nearest
 from ..language_model.options import LoadOptions, ModelSource
@@ -24,7 +25,7 @@ class Kind:
     """One kind of system.
 
     Attributes:
-        class_path: Module and class.
+        class_path: Module, and the class or function that makes a reranker.
         default: What is loaded if nothing follows the colon; None if something must. Empty for a
             system without a model, whose name has no colon.
         settings: Arguments in addition to name, revision and options.
@@ -56,47 +57,49 @@ class Kind:
         return system
 
 
-class Zero(BaseModel, extra="forbid"):
-    """The file of ``rsrank tune --output NAME.json``: it moves another system's threshold to 0.
+class TunedThreshold(BaseModel, extra="forbid"):
+    """The file of ``rsrank tune --output NAME.json``: another system's name, and its threshold.
 
     Attributes:
         model: The system's name, as everywhere.
         revision: Its commit, tag or branch on the Hub.
-        threshold: The score that becomes 0.
-        scale: The difference of scores that becomes 1: their standard deviation on the labels.
+        threshold: Documents that score above it are kept.
+        data: Names of the labelled sets that chose the threshold.
         notes: How the threshold was found.
     """
 
     model: str
     revision: str | None = None
     threshold: FiniteFloat
-    scale: PositiveFloat
+    data: tuple[str, ...] = ()
     notes: str = ""
 
+    @classmethod
+    def read(cls, file: str) -> Self:
+        """Read a file.
 
-class TunedSystem(Reranker):
-    """Another system, with scores moved and scaled so that 0 is its tuned threshold.
-
-    Args:
-        file: A JSON file with the fields of `Zero`.
-        revision: Replaces the revision in the file.
-        options: How to load the system.
-    """
-
-    def __init__(self, file: str, *, revision: str | None, options: LoadOptions) -> None:
+        Raises:
+            InputError: It cannot be read, or has other fields.
+        """
         try:
-            self.zero = Zero.model_validate_json(Path(file).read_bytes())
+            return cls.model_validate_json(Path(file).read_bytes())
         except (OSError, ValidationError) as error:
             raise InputError(f"{file} is no file that rsrank tune wrote: {error}") from error
-        self.system = load(ModelSource(self.zero.model, revision or self.zero.revision, options))
-
-    def score(self, query: str, documents: Sequence[str]) -> list[float]:
-        """The system's scores less the threshold, in units of the scale."""
-        scores = self.system.score(query, documents)
-        return [(score - self.zero.threshold) / self.zero.scale for score in scores]
 
 
-TUNED = Kind(f"{__name__}.TunedSystem")
+def load_tuned(file: str, *, revision: str | None, options: LoadOptions) -> Reranker:
+    """The system that a file of `TunedThreshold` names, with the threshold of the file.
+
+    ``revision`` replaces the revision in the file.
+    """
+    tuned = TunedThreshold.read(file)
+    system = load(ModelSource(tuned.model, revision or tuned.revision, options))
+    system.threshold = tuned.threshold
+    system.labelled_data = tuned.data
+    return system
+
+
+TUNED = Kind(f"{__name__}.load_tuned")
 _ENCODERS = "rsrank_rag.evaluation.systems.sentence_transformers"
 
 KINDS: dict[str, Kind] = {

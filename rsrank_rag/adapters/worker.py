@@ -76,5 +76,5 @@ def _unload(source: ModelSource) -> None:
     # Loading leaves reference cycles, which hold the model until they are collected.
     gc.collect()
     torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
+    if torch is not None:
         torch.cuda.empty_cache()

@@ -43,7 +43,7 @@ def _description(config: RSRankConfig) -> list[str]:
         )
     lines.append(f"- Template: `{config.template.model_dump_json()}`")
     data = ", ".join(training.data) or "not recorded"
-    lines.append(f"- Training data: {data}; seed {training.seed}")
+    lines.append(f"- Labelled data: {data}; seed {training.seed}")
     if training.settings:
         settings = [f"{name} {value}" for name, value in training.settings.items()]
         lines.append(f"- Settings: {', '.join(settings)}")

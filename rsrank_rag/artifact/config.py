@@ -40,6 +40,7 @@ class TrainingRecord(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False
     """The data and settings that B was trained with. The model card shows them."""
 
     data: tuple[str, ...] = ()
+    """Names of the labelled sets that trained B or chose the threshold."""
     seed: int | None = None
     metrics: dict[str, dict[str, float]] = Field(default_factory=dict)
     """Dataset -> metric -> value."""

@@ -87,15 +87,15 @@ def prefix_identity(core: LanguageModel, config: RSRankConfig) -> dict[str, obje
 
     The files of the language model decide its weights: their hashes were checked at load.
     """
-    of_artifact: dict[str, object] = {
+    return {
         "backbone": config.backbone.name,
         "revision": config.backbone.revision,
         "files": config.backbone.files,
         "template": config.template.model_dump(),
         "layers": core.last_layer,
         "fusion_layer": core.fusion_layer,
+        **core.identity,
     }
-    return {**of_artifact, **core.identity}
 
 
 def folder_of(

@@ -106,10 +106,10 @@ class PairScorer:
             RSRankError: The model fails on a simple pair, too: it must not fill files with errors.
         """
         try:
-            outcomes = self._engine.score(pairs)
+            outcomes, _ = self._engine.run(pairs)
             if not any(outcome.fault == "internal" for outcome in outcomes):
                 return outcomes
-            (simple,) = self._engine.score([SIMPLE_PAIR])
+            (simple,), _ = self._engine.run([SIMPLE_PAIR])
             if simple.fault != "internal":
                 return outcomes
             reason = simple.error

@@ -1,6 +1,5 @@
 """The ``rsrank`` command, with a module for each group of commands. Only this folder prints."""
 
-import os
 import sys
 from io import TextIOWrapper
 from typing import Annotated
@@ -24,8 +23,6 @@ for group in (ranking, evaluation, service, training):
 @app.callback(invoke_without_command=True)
 def main(version: Annotated[bool, Option("--version", help="Print the version.")] = False) -> None:
     """Rerank documents for a query and drop the irrelevant ones at zero."""
-    # Ray sends statistics of use to its makers by default.
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Documents and JSON have characters that a terminal may lack.
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):

@@ -18,7 +18,7 @@ from ..adapters.systems import forms, parse
 from ..adapters.systems import load as load_reranker
 from ..errors import InputError
 from ..evaluation.comparison import Measured
-from ..evaluation.datasets import LabelledSets, read_sets
+from ..evaluation.datasets import LabelledSets, read_sets, warn_of_reuse
 from ..evaluation.evaluate import recommend, score_dataset, shared_threshold, summarise
 from ..evaluation.metrics import ScoredQuery, apply_rule, plain, ranking_measures, rules
 from ..evaluation.report import check_report, write_report
@@ -45,7 +45,7 @@ ROWS = {
     "ndcg@5": "nDCG@5 of all queries",
     "recall@5": "Recall@5 of all queries",
     "f1@best": "best F1 of the file",
-    "tau_best": "at the threshold",
+    "tau_best": "at about this threshold",
 }
 
 
@@ -64,10 +64,7 @@ def report(
         f"about {totals['tokens_saved']:,} tokens would have been saved"
     )
     if totals["with_threshold"]:
-        screen.print(
-            f"{totals['none_relevant']:,} calls with nothing above the threshold\n"
-            f"{totals['near']:.1%} of scores with a threshold are within {shadow.NEAR:g} of it"
-        )
+        screen.print(f"{totals['none_relevant']:,} calls with nothing above the threshold")
 
 
 @command(app)
@@ -90,7 +87,8 @@ def evaluate(
     """Measure on labelled passages what a threshold keeps and how a model ranks.
 
     A line holds one query: `{"id", "query", "documents": [{"id", "text", "relevant", "title"?}]}`.
-    A system without a threshold of its own gets the best single one over all files.
+    A system without a threshold of its own gets the one with the best F1 over all files, each
+    counted the same.
 
     Empty lists: queries of which nothing is kept. Answers lost: queries with a relevant document of
     which no relevant one is kept. Kept without an answer: documents kept of a query without a
@@ -142,6 +140,7 @@ def _measure(source: ModelSource, sets: LabelledSets, threshold: float | None) -
     name = source.name
     with problems.status(f"Loading {name} ..."):
         system = load_reranker(source)
+    warn_of_reuse(name, system.labelled_data, sets)
     scored = {}
     for title, queries in sets.items():
         shown = track(queries, f"{name}, {title}", console=problems, transient=True)
@@ -152,8 +151,8 @@ def _measure(source: ModelSource, sets: LabelledSets, threshold: float | None) -
         origin = "native"
     if threshold is None:
         threshold = shared_threshold(list(scored.values()))
-        origin = "the best over all files; this system has no native threshold"
-        problems.print(f"{name}: threshold {plain(threshold)} is {origin}.", soft_wrap=True)
+        origin = "the best over all files, counted alike; this system has no native threshold"
+        problems.print(f"{name}: threshold {plain(threshold)} (rounded): {origin}.", soft_wrap=True)
     return Measured(name, threshold, origin, scored)
 
 

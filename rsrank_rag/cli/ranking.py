@@ -79,7 +79,7 @@ def read_documents(source: str) -> list[str]:
     for number, line in enumerate(lines, start=1):
         try:
             documents.append(clean(json.loads(line)["text"]))
-        except (json.JSONDecodeError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError):
             raise InputError(
                 f'--documents {source}, line {number}: expected JSON with a "text", '
                 f"got {line[:60]!r}."

@@ -50,7 +50,8 @@ def train(
     Fine-tuning an artifact (the recipe mini, or `--base`) ends with a verdict: the artifact's
     weights against fine-tuned ones, on queries left out of training. Where fine-tuning loses
     nDCG@5, precision, recall, F1 or answers beyond chance, or where there are fewer than 100
-    queries, the artifact's own weights are written.
+    queries, the artifact's own weights are written. Training measures in float32 and cuts long
+    documents; `rsrank evaluate` measures the artifact as it runs.
     """
     from ..training.recipe import Recipe
     from ..training.run import TrainingRun
@@ -88,10 +89,16 @@ def tune(
     model: System = "mini",
     revision: Revision = None,
     precision: Annotated[
-        float | None, Option(min=0, max=1, help="Wanted: the lowest threshold that has it.")
+        float | None,
+        Option(
+            min=0, max=1, help="Wanted: the threshold that has it and keeps the most documents."
+        ),
     ] = None,
     recall: Annotated[
-        float | None, Option(min=0, max=1, help="Wanted: the highest threshold that has it.")
+        float | None,
+        Option(
+            min=0, max=1, help="Wanted: the threshold that has it and keeps the fewest documents."
+        ),
     ] = None,
     force: Annotated[
         bool, Option("--force", help="Write the artifact even if the goal is not reached.")
@@ -102,7 +109,7 @@ def tune(
     `rsrank tune --model mini --data labelled.jsonl --output runs/tuned --precision 0.8`
 
     For another system, such as `cross-encoder:NAME`, the output is a file `NAME.json`. That file
-    can be named wherever a model can be named, and its scores are above 0 where they are relevant.
+    can be named wherever a model can be named: it stands for the system with this threshold.
 
     Nothing is written where no threshold reaches the goal, or where queries that did not choose the
     threshold say that it is missed: F1 is lower, or a precision or recall is missed beyond chance.

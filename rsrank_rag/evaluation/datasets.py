@@ -2,8 +2,9 @@
 
 import codecs
 import gzip
+import logging
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from pydantic import BaseModel, Field, StrictBool, ValidationError
 
 from ..errors import InputError, problems_of
 from ..passages.titles import with_title
+
+logger = logging.getLogger(__name__)
 
 # Bytes. A longer line, as a compressed file can hold it, would fill the memory.
 LONGEST_LINE = 100_000_000
@@ -48,6 +51,24 @@ def dataset_name(path: str | Path) -> str:
     'hotpotqa.sentence'
     """
     return Path(path).name.removesuffix(".gz").removesuffix(".jsonl")
+
+
+def warn_of_reuse(model: str, used: Collection[str], names: Iterable[str]) -> None:
+    """Log a warning for each set whose labels may have trained a model or chosen its threshold.
+
+    Args:
+        model: The model's name.
+        used: See `Reranker.labelled_data`.
+        names: Names of the sets that measure the model.
+    """
+    for name in names:
+        if name in used:
+            logger.warning(
+                "Labels of a set called %s trained %s or chose its threshold. If they are these "
+                "labels, the figures are too high for new queries.",
+                name,
+                model,
+            )
 
 
 def read_sets(paths: Iterable[str | Path]) -> dict[str, list[LabelledQuery]]:

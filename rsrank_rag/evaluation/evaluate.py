@@ -1,6 +1,7 @@
 """Run a reranker over a labelled set, and summarise what it ranks and keeps."""
 
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ CHANCE = 0.05
 
 
 def score_dataset(reranker: Reranker, queries: Iterable[LabelledQuery]) -> list[ScoredQuery]:
-    """Score the documents of one query after another.
+    """Score the documents of one query after another, read as `Reranker.rank` reads them.
 
     Raises:
         ScoringError: A score is not finite; the message names the query.
@@ -39,10 +40,12 @@ def score_dataset(reranker: Reranker, queries: Iterable[LabelledQuery]) -> list[
         texts = [document.content() for document in query.documents]
         labels = [document.relevant for document in query.documents]
         try:
-            scored.append(ScoredQuery(reranker.score(query.query, texts), labels))
+            result = reranker.rank(query.query, texts, threshold=None)
         except ScoringError as error:
             error.query = repr(query.id)
             raise
+        scores = [document.score for document in sorted(result, key=attrgetter("index"))]
+        scored.append(ScoredQuery(scores, labels))
     return scored
 
 
@@ -129,6 +132,8 @@ def recommend(scored: Sequence[ScoredQuery], *, threshold: float = 0.0) -> str:
         f"{results[other].kept_per_query:.2f}, with F1 {results[other].f1:.3f}. Recommended: "
         f"{best}. Of the rules by score that {reason}, none has a better F1."
     )
+    if any(len({*query.scores}) < len(query.scores) for query in scored):
+        advice += " Documents with equal scores were taken in the file's order."
     if lost <= TOLERATED_LOSS * answerable:
         draws = np.random.default_rng(0).binomial(answerable, TOLERATED_LOSS, 100_000)
         if np.mean(draws <= lost) > CHANCE:

@@ -90,10 +90,9 @@ class Rule:
             return f"first {self.top_n} in the file's order"
         if self.threshold is None:
             return f"top {self.top_n}"
-        number = plain(self.threshold)
-        words = "zero"
-        if number != "0":
-            words = f"threshold {number}"
+        words = f"threshold {plain(self.threshold)}"
+        if not self.threshold:
+            words = "zero"
         if self.top_n is not None:
             words = f"top {self.top_n} above {words}"
         if self.min_docs:

@@ -14,9 +14,6 @@ logger = logging.getLogger("rsrank_rag.shadow")
 # English has about 4.5 characters a token.
 CHARACTERS_PER_TOKEN = 4
 
-# A score this near to the threshold could well be on its other side.
-NEAR = 0.1
-
 
 def log(result: RankResult) -> None:
     """Log a call in one line of JSON, without a word of its texts."""
@@ -44,8 +41,7 @@ def report(lines: Iterable[str]) -> dict[str, float]:
 
     Returns:
         ``calls``, ``documents``, the share ``dropped`` of them, and about how many
-        ``tokens_saved``. Of the calls ``with_threshold``: those with ``none_relevant``, and the
-        share of their scores ``near`` it.
+        ``tokens_saved``. The number of calls ``with_threshold``, and of those ``none_relevant``.
     """
     calls: list[dict[str, Any]] = []
     for line in lines:
@@ -58,19 +54,13 @@ def report(lines: Iterable[str]) -> dict[str, float]:
         except ValueError:
             continue
     calls = [call["shadow"] for call in calls if "shadow" in call]
-    documents = 0
-    judged = []
-    for call in calls:
-        scored = call["kept"] + call["dropped"]
-        documents += len(scored)
-        if call["threshold"] is not None:
-            judged += [abs(score - call["threshold"]) < NEAR for _, score in scored]
+    documents = sum(len(call["kept"] + call["dropped"]) for call in calls)
+    with_threshold = [call["none_relevant"] for call in calls if call["threshold"] is not None]
     return {
         "calls": len(calls),
         "documents": documents,
         "dropped": sum(len(call["dropped"]) for call in calls) / max(documents, 1),
         "tokens_saved": sum(call["characters_saved"] for call in calls) // CHARACTERS_PER_TOKEN,
-        "none_relevant": sum(call["none_relevant"] for call in calls),
-        "near": sum(judged) / max(len(judged), 1),
-        "with_threshold": sum(call["threshold"] is not None for call in calls),
+        "none_relevant": sum(with_threshold),
+        "with_threshold": len(with_threshold),
     }

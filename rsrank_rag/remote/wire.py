@@ -66,7 +66,7 @@ def request_body(
 ) -> bytes:
     """The request for the raw scores of all documents."""
     body = {
-        **({"model": model} if model else {}),
+        "model": model,
         # The places of windows and sentences count characters, so the length of a text stays.
         "query": encodable(query),
         "documents": [encodable(text) for text in documents],

@@ -8,7 +8,6 @@ from multiprocessing import parent_process
 from typing import Any
 
 from ..errors import InputError, ScoringError, finite
-from ..passages.explanation import Explanation
 from ..passages.pairs import Segment, cut, parts_of
 from ..passages.ranked import Scored
 from ..reranker import Pair, Reranker
@@ -62,7 +61,7 @@ class Engine:
 
     def _complaint(self, canary: Canary) -> str | None:
         texts = (canary.relevant, canary.irrelevant)
-        relevant, irrelevant = self.score([Pair(canary.query, text) for text in texts])
+        (relevant, irrelevant), _ = self.run([Pair(canary.query, text) for text in texts])
         if relevant.score is None or irrelevant.score is None:
             return f"The canary could not be scored: {relevant.error or irrelevant.error}"
         if relevant.score > irrelevant.score:
@@ -80,22 +79,21 @@ class Engine:
         """
         return self._each(documents, [pair for pair, _ in documents], _parts)
 
-    def score(self, pairs: Sequence[Pair]) -> list[Outcome]:
-        """Score pairs of any clients, each document whole."""
-        return self._each(pairs, pairs, _outcomes)
-
     def run(
         self, pairs: Sequence[Pair], explain: bool = False
     ) -> tuple[list[Outcome], Mapping[str, int]]:
-        """As `score`, with the reranker's counters since it was loaded.
+        """Score pairs of any clients, each document whole.
 
         ``explain``: take the scores apart; an InputError if the model cannot do so.
+
+        Returns:
+            The outcomes, and the reranker's counters since it was loaded.
         """
         outcomes = self._each(pairs, pairs, self._explained if explain else _outcomes)
         return outcomes, getattr(self.reranker, "stats", dict)()
 
     def _explained(self, reranker: Reranker, pairs: list[Pair]) -> list[Outcome]:
-        explain: Callable[[str, str], Explanation] | None = getattr(reranker, "explain", None)
+        explain: Any = getattr(reranker, "explain", None)
         if explain is None:
             raise InputError(f"{self.name} cannot take its scores apart. RSRank models can.")
         explained = [explain(pair.query, pair.document) for pair in pairs]

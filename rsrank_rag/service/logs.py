@@ -68,7 +68,7 @@ class TextlessFormatter(JsonFormatter):
 
     def formatException(self, ei: Any) -> str:  # noqa: N802 - the standard library's name
         """The traceback and the kind of the exception."""
-        return "".join(traceback.format_tb(ei[2])) + ("" if ei[0] is None else ei[0].__name__)
+        return "".join(traceback.format_tb(ei[2])) + getattr(ei[0], "__name__", "")
 
 
 def configure(level: str) -> logging.Handler:

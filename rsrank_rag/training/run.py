@@ -20,7 +20,7 @@ from ..artifact.config import INSIDE, RSRankConfig, TrainingRecord, content_dige
 from ..artifact.identity import describe, folder_of, hashes
 from ..artifact.pretrained import open_model, open_on_torch
 from ..errors import InputError
-from ..evaluation.datasets import LabelledQuery
+from ..evaluation.datasets import LabelledQuery, warn_of_reuse
 from ..evaluation.metrics import present_means, ranking_measures
 from ..language_model.options import ModelSource
 from ..language_model.weights import bits_of
@@ -229,11 +229,8 @@ class TrainingRun:
         tuned = fine_tune(
             features, base, recipe.fine_tuning, threshold=threshold, device=device, watch=watch
         )
-        if threshold:
-            self.say(
-                f"{recipe.base} has the threshold {threshold:g}. If these queries chose it, the "
-                "figures of the base are too high for new queries."
-            )
+        titles = [part.title for part in recipe.data]
+        warn_of_reuse(str(recipe.base), self._model.config.training.data, titles)
         verdict = judge(tuned.before, tuned.after)
         write_text(self.output / "verdict.json", verdict.model_dump_json(indent=2) + "\n")
         settings: dict[str, Any] = {

@@ -11,7 +11,7 @@ import numpy as np
 from ..adapters import systems
 from ..artifact import hub
 from ..errors import InputError
-from ..evaluation.datasets import read_labelled
+from ..evaluation.datasets import dataset_name, read_labelled, warn_of_reuse
 from ..evaluation.evaluate import score_dataset
 from ..evaluation.metrics import (
     Rule,
@@ -90,8 +90,6 @@ class Tuned:
     # The threshold so far against thresholds that were chosen without the queries they are
     # measured on.
     verdict: Verdict
-    # Those thresholds, one for each part of the queries.
-    held_out_thresholds: tuple[float, ...]
 
     @property
     def reached(self) -> bool:
@@ -124,7 +122,8 @@ class Tuned:
     def summary(self) -> str:
         """What was measured, in sentences, and what to expect on other queries."""
         name = MEASURES[self.goal.metric]
-        which = {"precision": "lowest ", "recall": "highest "}.get(self.goal.metric, "")
+        # Of the thresholds that reach the goal.
+        keeps = {"precision": "most"}.get(self.goal.metric, "fewest")
         aim = "with" if self.reached else "nearest to"
         before = "undefined"
         if self.value_before is not None:
@@ -132,8 +131,8 @@ class Tuned:
             if self.value_before >= self.goal.value:
                 before += ", which reaches the goal already"
         return (
-            f"The {which}threshold {aim} {self.goal}: {self.estimate}. On the "
-            f"{self.verdict.queries} queries that chose it {name} is {self.value}, with "
+            f"The threshold {aim} {self.goal} that keeps {keeps} documents: {self.estimate}. On "
+            f"the {self.verdict.queries} queries that chose it {name} is {self.value}, with "
             f"{self.share_kept:.1%} of the documents kept; {self._so_far} it is {before}."
             f"{self._on_other_queries()}"
         )
@@ -167,11 +166,9 @@ class Tuned:
         # The thresholds of the left-out queries may be far from the one that is written.
         elif held_out.proves(self.goal.value) and self.value.proves(self.goal.value):
             words = "the goal is reached beyond chance"
-        thresholds = self.held_out_thresholds
         return (
-            f" On queries that did not choose the threshold it is {held_out}: {words}. The "
-            "thresholds of these queries, which the other queries chose, are "
-            f"{min(thresholds):.3f} to {max(thresholds):.3f}."
+            f" On queries that did not choose the threshold it is {held_out}: {words}. There, each "
+            "part of the queries is measured with the threshold that the other parts choose."
         )
 
 
@@ -194,7 +191,6 @@ def find_threshold(queries: Sequence[ScoredQuery], goal: Goal, before: float | N
             "drops everything. Label queries that have one."
         )
     sweep = ThresholdSweep(queries, goal.metric)
-    thresholds: list[float] = []
     held_out: list[ScoredQuery] = []
     shifted: list[ScoredQuery] = []
     for numbers in folds(len(queries), FOLDS):
@@ -206,7 +202,6 @@ def find_threshold(queries: Sequence[ScoredQuery], goal: Goal, before: float | N
                 f"{MEASURES[goal.metric]} cannot be tuned: too few queries have a relevant "
                 "document. Label more queries that have one."
             )
-        thresholds.append(threshold)
         for number in numbers:
             held_out.append(queries[number])
             shifted.append(queries[number].shifted(threshold))
@@ -226,7 +221,6 @@ def find_threshold(queries: Sequence[ScoredQuery], goal: Goal, before: float | N
         value=estimate_mean(new[goal.metric]),
         share_kept=float(new["kept"].sum()) / sum(len(query.scores) for query in queries),
         verdict=judge(held_out, shifted, (before, 0.0)),
-        held_out_thresholds=tuple(thresholds),
     )
 
 
@@ -260,33 +254,39 @@ def tune(
         )
     queries = read_labelled(data)
     ranker = systems.load(source)
+    name = dataset_name(data)
+    warn_of_reuse(source.name, ranker.labelled_data, [name])
     scored = score_dataset(ranker, queries)
     tuned = find_threshold(scored, goal, ranker.threshold)
     show(tuned)
     if tuned.problem and not force:
         return tuned
-    number = plain(tuned.threshold)
-    note = f"Threshold {number} for {goal} on {len(queries)} labelled queries of {data.name}."
+    note = (
+        f"Threshold {plain(tuned.threshold)} for {goal} on {len(queries)} labelled queries of "
+        f"{data.name}."
+    )
     if tuned.problem:
         note = f"{note} It was forced: {tuned.problem}."
-    if not isinstance(ranker, RSRank):
-        scale = float(np.std(np.concatenate([query.scores for query in scored]))) or 1.0
-        name = source.name
-        if name.endswith(".json"):
-            name = str(Path(name).absolute())
-        zero = systems.Zero(
-            model=name,
-            revision=source.revision,
-            threshold=tuned.threshold,
-            scale=scale,
-            notes=note,
-        )
-        write_text(output, zero.model_dump_json(indent=2))
+    used = (*ranker.labelled_data, name)
+    if isinstance(ranker, RSRank):
+        config = ranker.config
+        update = {"notes": f"{config.training.notes} {note}".strip(), "data": used}
+        training = config.training.model_copy(update=update)
+        config = config.model_copy(update={"threshold": tuned.threshold, "training": training})
+        folder = hub.resolve(source.name, source.revision, source.load)
+        write_trained(output, config, ranker.projection, folder)
         return tuned
-    config = ranker.config
-    notes = f"{config.training.notes} {note}".strip()
-    training = config.training.model_copy(update={"notes": notes})
-    config = config.model_copy(update={"threshold": tuned.threshold, "training": training})
-    folder = hub.resolve(source.name, source.revision, source.load)
-    write_trained(output, config, ranker.projection, folder)
+    tuned_threshold = systems.TunedThreshold(
+        model=source.name,
+        revision=source.revision,
+        threshold=tuned.threshold,
+        data=used,
+        notes=note,
+    )
+    # A file names the system itself, never another file.
+    if source.name.endswith(".json"):
+        known = systems.TunedThreshold.read(source.name)
+        tuned_threshold.model = known.model
+        tuned_threshold.revision = source.revision or known.revision
+    write_text(output, tuned_threshold.model_dump_json(indent=2))
     return tuned

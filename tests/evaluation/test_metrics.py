@@ -253,6 +253,29 @@ def test_a_reranker_is_scored_on_the_titled_texts_of_every_query(tmp_path):
     assert found == ScoredQuery([9.0], [True])
 
 
+class Words(Reranker):
+    """Reads four words of a document. Later words are worth more."""
+
+    long_documents = "windows"
+
+    def score(self, query, documents):
+        return [float(max(map(ord, text[:8]), default=0)) for text in documents]
+
+    def token_ends(self, document):
+        return range(2, len(document) + 1, 2), 4
+
+
+def test_long_documents_are_measured_as_rank_reads_them():
+    text = "a b c d e f g h i j "
+    document = LabelledDocument(id="d", text=text, relevant=True)
+    query = datasets.LabelledQuery(id="q", query="?", documents=(document,))
+    (found,) = score_dataset(Words(), [query])
+    (ranked,) = Words().rank("?", [text])
+    assert ranked.window.count > 1
+    assert list(found.scores) == [ranked.score]
+    assert ranked.score > Words().score("?", [text])[0]
+
+
 class Broken(Reranker):
     """Gives no number."""
 
@@ -433,6 +456,12 @@ def test_the_recommendation_is_zero_where_it_loses_few_answers_and_has_the_best_
         "On these queries zero loses 1 of 10 answers and keeps 0.91 passages a query, with F1 "
         "0.818; top 5 above zero with min_docs=1 loses 1"
     )
+
+
+def test_the_recommendation_says_where_the_order_of_the_file_decided():
+    words = "equal scores were taken in the file's order"
+    assert words not in recommend([ScoredQuery([1.0, -1.0], [True, False])] * 3)
+    assert words in recommend([ScoredQuery([1.0, 1.0], [True, False])] * 3)
 
 
 def test_where_no_query_has_an_answer_nothing_is_recommended():

@@ -295,6 +295,23 @@ def test_a_set_of_one_query_has_numbers_without_intervals(tmp_path):
     Page((tmp_path / "index.html").read_text(encoding="utf-8"))
 
 
+def test_the_page_shows_no_interval_without_width(tmp_path):
+    sets = {"one": made_up(12, 5)}
+    perfect = [
+        ScoredQuery(
+            [float(one.relevant) for one in query.documents],
+            [one.relevant for one in query.documents],
+        )
+        for query in sets["one"]
+    ]
+    found = report.write_report(
+        tmp_path, [Measured("perfect", 0.5, "given", {"one": perfect})], sets
+    )
+    f1 = found.systems[0].metrics["f1@tau"]
+    assert f1.low == f1.high == 1.0
+    assert "1.000 to 1.000" not in (tmp_path / "index.html").read_text(encoding="utf-8")
+
+
 def test_a_document_is_shown_as_it_was_scored_and_cut_where_it_is_long():
     document = LabelledDocument(id="d", text="word " * 500, title="Title", relevant=True)
     sets = {"s": [LabelledQuery(id="q", query="?", documents=(document,))]}

@@ -6,9 +6,11 @@ import logging
 import pytest
 from typer.testing import CliRunner
 
-from rsrank_rag import Reranker
+from rsrank_rag import RankedDocument, RankResult, Reranker
 from rsrank_rag.cli import app
+from rsrank_rag.passages.shadow import log as log_shadow
 from rsrank_rag.passages.shadow import report
+from rsrank_rag.reranker import BLANK_SCORE
 
 TEXTS = ["1 one", "-4 four four", "3 three", "0.05"]
 
@@ -93,8 +95,9 @@ def test_the_report_adds_up_what_was_logged(caplog, tmp_path):
     caplog.set_level(logging.INFO, "rsrank_rag.shadow")
     of_langchain(mode="shadow")
     of_langchain(mode="shadow", threshold=5.0)
-    # Where nothing is dropped, no score is near a threshold.
     of_langchain(mode="shadow", threshold=None)
+    # Nothing has text, and there is no threshold that anything could score above.
+    log_shadow(RankResult("q", None, (RankedDocument(0, " ", BLANK_SCORE),), ()))
     log = tmp_path / "app.log"
     lines = [f"2026-01-01 INFO {record.message}" for record in caplog.records]
     log.write_text("\n".join(["started", *lines, "{shadow"]), encoding="utf-8")
@@ -102,22 +105,20 @@ def test_the_report_adds_up_what_was_logged(caplog, tmp_path):
         found = report(opened)
     saved = len(TEXTS[1]) + sum(map(len, TEXTS))
     assert found == {
-        "calls": 3,
-        "documents": 12,
-        "dropped": 5 / 12,
+        "calls": 4,
+        "documents": 13,
+        "dropped": 5 / 13,
         "tokens_saved": saved // 4,
         "none_relevant": 1,
-        "near": 1 / 8,
         "with_threshold": 2,
     }
     said = CliRunner().invoke(app, ["report", str(log)])
     assert said.exit_code == 0
     assert said.stdout == (
-        "3 calls, 2 with a threshold\n"
-        "12 documents, 41.7% would have been dropped\n"
+        "4 calls, 2 with a threshold\n"
+        "13 documents, 38.5% would have been dropped\n"
         f"about {saved // 4} tokens would have been saved\n"
         "1 calls with nothing above the threshold\n"
-        "12.5% of scores with a threshold are within 0.1 of it\n"
     )
     log.write_text(lines[-1], encoding="utf-8")
     said = CliRunner().invoke(app, ["report", str(log)]).stdout

@@ -425,7 +425,7 @@ async def test_a_refused_query_concerns_no_other_clients_pairs():
 def test_many_documents_without_scores_are_found_in_few_runs(count):
     reranker = Numbers()
     texts = [*["no score"] * count, *map(str, range(40))]
-    found = Engine(reranker, "fake").score(pairs(*texts))
+    found, _ = Engine(reranker, "fake").run(pairs(*texts))
     assert scores(found) == [*[None] * count, *range(40)]
     assert len(reranker.batches) <= 2 * count + 10
 
@@ -445,7 +445,7 @@ class Wrong(Numbers):
 
 @pytest.mark.parametrize("bad", ["too few", "elsewhere", "none"])
 def test_a_model_that_breaks_its_contract_on_one_document_costs_no_other_its_score(bad):
-    found = Engine(Wrong(), "fake").score(pairs(1, 2, bad, 3))
+    found, _ = Engine(Wrong(), "fake").run(pairs(1, 2, bad, 3))
     assert scores(found) == [1, 2, None, 3]
     assert found[2].error
 
@@ -467,7 +467,7 @@ def test_a_refused_query_does_not_take_the_others_batches_apart(clients):
         for n in range(20)
         for client in range(clients)
     ]
-    found = Engine(reranker, "fake").score(asked)
+    found, _ = Engine(reranker, "fake").run(asked)
     assert [outcome.score is None for outcome in found] == [
         pair.query == "refused" for pair in asked
     ]

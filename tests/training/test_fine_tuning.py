@@ -349,8 +349,21 @@ def test_fine_tuned_weights_of_a_tuned_base_say_that_their_threshold_is_zero(
     run_module.write_trained(tmp_path / "base", config, hub.read_projection(fused, config), fused)
     said = train(*scorings(100, help=0.8), "--base", tmp_path / "base", "--force")
     assert "; threshold 0, no longer 0.25; penalty" in said
-    assert "has the threshold 0.25. If these queries chose it, the figures of the base" in said
     assert hub.read_config(tmp_path / "run" / "artifact").threshold == 0
+
+
+def test_labels_that_trained_the_base_or_chose_its_threshold_are_named(
+    train, fused, tmp_path, caplog
+):
+    before, after = scorings(100, help=0.8)
+    config = hub.read_config(fused)
+    for names, is_named in ((("tides",), False), (("tides", "own"), True)):
+        known = config.training.model_copy(update={"data": names})
+        other = config.model_copy(update={"training": known})
+        projection = hub.read_projection(fused, config)
+        run_module.write_trained(tmp_path / "base", other, projection, fused)
+        train(before, after, "--base", tmp_path / "base")
+        assert ("Labels of a set called own trained" in caplog.text) is is_named
 
 
 def test_an_artifact_is_fine_tuned_and_says_how(fused, tmp_path):

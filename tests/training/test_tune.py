@@ -67,7 +67,8 @@ def test_a_threshold_that_keeps_the_same_documents_stays():
         tuned = find_threshold(queries, goal, before=0.3)
         assert (tuned.threshold, tuned.problem) == (0.3, None)
         # It was not chosen, so it has no interval.
-        assert f"threshold with {goal}: 0.300. On the " in tuned.summary
+        assert f"threshold with {goal} that keeps " in tuned.summary
+        assert "documents: 0.300. On the " in tuned.summary
 
 
 def test_a_system_without_a_threshold_is_compared_with_keeping_everything():
@@ -103,7 +104,7 @@ def test_a_threshold_for_f1_is_a_problem_where_f1_falls_on_other_queries():
     better = find_threshold(shifted(queries, 5.0), Goal())
     assert "f1" in better.verdict.gains
     assert better.problem is None
-    assert "beyond chance. The thresholds of these queries" in better.summary
+    assert "beyond chance. There, each part" in better.summary
     loss = {"f1": Estimate(mean=-0.1, low=-0.3, high=0.05)}
     verdict = better.verdict.model_copy(update={"difference": loss})
     worse = replace(better, verdict=verdict)
@@ -113,17 +114,6 @@ def test_a_threshold_for_f1_is_a_problem_where_f1_falls_on_other_queries():
         "zero"
     )
     assert "-0.100 (-0.300 to 0.050), which may be chance." in worse.summary
-
-
-def test_the_thresholds_that_left_out_queries_were_measured_at_are_named():
-    queries, _ = scorings(20)
-    tuned = find_threshold(queries, Goal("recall", 0.9))
-    expected = []
-    for numbers in folds(20, 5):
-        others = [query for number, query in enumerate(queries) if number not in numbers]
-        expected.append(Goal("recall", 0.9).choose(ThresholdSweep(others, "recall")))
-    assert tuned.held_out_thresholds == pytest.approx(expected)
-    assert f"chose, are {min(expected):.3f} to {max(expected):.3f}." in tuned.summary
 
 
 def test_queries_that_all_agree_are_no_proof_that_the_goal_is_reached():
@@ -160,7 +150,7 @@ def test_a_threshold_has_the_interval_of_the_thresholds_of_bootstrap_samples():
     assert (tuned.estimate.low, tuned.estimate.high) == pytest.approx((low, high), abs=width / 4)
     assert tuned.estimate.low < tuned.threshold < tuned.estimate.high
     said = f"{tuned.threshold:.3f} ({tuned.estimate.low:.3f} to "
-    assert f"The highest threshold with recall 0.8: {said}" in tuned.summary
+    assert f"The threshold with recall 0.8 that keeps fewest documents: {said}" in tuned.summary
 
 
 def test_empty_lists_do_not_lower_a_precision():
@@ -171,7 +161,7 @@ def test_empty_lists_do_not_lower_a_precision():
     assert tuned.value_before == 1.0
     assert tuned.value.mean == 1.0
     assert -3.0 <= tuned.threshold < -2.0
-    assert tuned.summary.startswith("The lowest threshold with precision 1: ")
+    assert tuned.summary.startswith("The threshold with precision 1 that keeps most documents: ")
 
 
 def test_a_goal_that_cannot_be_reached_says_how_near_one_gets():
@@ -264,7 +254,7 @@ def test_the_command_writes_what_it_says(fused, tmp_path):
     before = RSRank.from_pretrained(fused, device="cpu", dtype="float32")
     threshold = hub.read_config(output).threshold
     assert f"written: threshold {threshold:.3f}, in" in said
-    assert "The highest threshold with recall 1: " in said
+    assert "The threshold with recall 1 that keeps fewest documents: " in said
     assert "Measured on queries that were left out: 6" in said
     assert "Precision counts those that keep something" in said
     assert (
@@ -287,7 +277,7 @@ def test_the_threshold_is_printed_before_it_is_written(fused, tmp_path, monkeypa
     data = written(tmp_path / "own.jsonl", labelled(6))
     arguments = ("tune", "--model", fused, "--data", data, "--output", tmp_path / "tuned")
     said = run(*arguments, "--recall", 1.0, code=1)
-    assert "The highest threshold with recall 1: " in said
+    assert "The threshold with recall 1 that keeps fewest documents: " in said
     assert "error: No space left on device." in said
 
 
@@ -321,28 +311,41 @@ def tuned_bm25(tmp_path_factory):
     return output
 
 
-def test_another_systems_scores_are_moved_so_that_its_threshold_is_zero(tuned_bm25):
-    zero = json.loads(tuned_bm25.read_text("utf-8"))
-    assert (zero["model"], zero["scale"] > 0) == ("bm25", True)
-    assert "recall 0.5 on 6 labelled queries of own.jsonl" in zero["notes"]
+def test_a_file_stands_for_the_system_with_another_threshold(tuned_bm25):
+    file = json.loads(tuned_bm25.read_text("utf-8"))
+    assert (file["model"], file["data"]) == ("bm25", ["own"])
+    assert "recall 0.5 on 6 labelled queries of own.jsonl" in file["notes"]
     plain = load(ModelSource("bm25"))
     tuned = load(ModelSource(str(tuned_bm25)))
-    expected = [
-        (score - zero["threshold"]) / zero["scale"] for score in plain.score(QUERIES[0], DOCUMENTS)
-    ]
-    assert tuned.score(QUERIES[0], DOCUMENTS) == pytest.approx(expected)
-    assert (plain.threshold, tuned.threshold) == (None, 0.0)
+    scores = plain.score(QUERIES[0], DOCUMENTS)
+    assert tuned.score(QUERIES[0], DOCUMENTS) == scores
+    assert (plain.threshold, tuned.threshold) == (None, file["threshold"])
     kept = {document.index for document in tuned.rank(QUERIES[0], DOCUMENTS).kept}
-    assert kept == {place for place, score in enumerate(expected) if score > 0}
+    assert kept == {place for place, score in enumerate(scores) if score > tuned.threshold}
 
 
-def test_a_file_tuned_from_a_file_loads_from_every_folder(tuned_bm25, tmp_path, monkeypatch):
-    data = written(tmp_path / "own.jsonl", labelled(6))
+def test_a_file_tuned_from_a_file_names_the_system_and_may_replace_the_first(tuned_bm25, tmp_path):
+    data = written(tmp_path / "more.jsonl", labelled(6))
     output = tmp_path / "again.json"
-    monkeypatch.chdir(tuned_bm25.parent)
-    run("tune", "--model", tuned_bm25.name, "--data", data, "--output", output, "--force")
-    monkeypatch.chdir(tmp_path)
-    assert len(load(ModelSource("again.json")).score(QUERIES[0], DOCUMENTS)) == len(DOCUMENTS)
+    output.write_bytes(tuned_bm25.read_bytes())
+    run("tune", "--model", output, "--data", data, "--output", output, "--force")
+    file = json.loads(output.read_text("utf-8"))
+    assert (file["model"], file["data"]) == ("bm25", ["own", "more"])
+    assert "of more.jsonl" in file["notes"]
+    assert load(ModelSource(str(output))).threshold == file["threshold"]
+
+
+def test_a_tuned_file_keeps_its_revision_unless_another_is_given(tuned_bm25, tmp_path):
+    data = written(tmp_path / "own.jsonl", labelled(6))
+    first = json.loads(tuned_bm25.read_text("utf-8"))
+    start = tmp_path / "first.json"
+    start.write_text(json.dumps({**first, "revision": "v1"}), "utf-8")
+    output = tmp_path / "again.json"
+    command = ("tune", "--model", start, "--data", data, "--output", output, "--force")
+    run(*command)
+    assert json.loads(output.read_text("utf-8"))["revision"] == "v1"
+    run(*command, "--revision", "v2")
+    assert json.loads(output.read_text("utf-8"))["revision"] == "v2"
 
 
 def test_a_tuned_system_can_be_named_wherever_a_model_can(tuned_bm25, tmp_path):
@@ -357,7 +360,19 @@ def test_a_tuned_system_can_be_named_wherever_a_model_can(tuned_bm25, tmp_path):
     passages = tmp_path / "passages.txt"
     passages.write_text("\n".join(DOCUMENTS), encoding="utf-8")
     said = run("rank", "--model", tuned_bm25, "-q", QUERIES[0], "-d", passages, "--json")
-    assert json.loads(said)["threshold"] == 0.0
+    assert json.loads(said)["threshold"] == tuned.threshold
+
+
+def test_labels_that_chose_the_threshold_before_are_named(tuned_bm25, tmp_path, caplog):
+    caution = "Labels of a set called own trained"
+    other = written(tmp_path / "other.jsonl", labelled(6))
+    own = written(tmp_path / "own.jsonl", labelled(6))
+    for command in (("evaluate",), ("tune", "--output", tmp_path / "again.json", "--force")):
+        run(*command, "--model", tuned_bm25, "--data", other)
+        assert caution not in caplog.text
+        run(*command, "--model", tuned_bm25, "--data", own)
+        assert caution in caplog.text
+        caplog.clear()
 
 
 def test_a_tuned_file_is_for_other_systems_and_a_folder_for_artifacts(fused, tmp_path):
@@ -367,7 +382,7 @@ def test_a_tuned_file_is_for_other_systems_and_a_folder_for_artifacts(fused, tmp
     assert "ends in .json" in run(*common, tmp_path / "x", "--model", "bm25", code=2)
 
 
-@pytest.mark.parametrize("text", [None, "{}", '{"model": "bm25", "threshold": 1, "scale": 0}'])
+@pytest.mark.parametrize("text", [None, "{}", '{"model": "bm25", "threshold": 1, "scale": 1}'])
 def test_a_file_that_tune_did_not_write_is_refused(text, tmp_path):
     file = tmp_path / "zero.json"
     if text is not None:
