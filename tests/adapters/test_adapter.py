@@ -787,7 +787,7 @@ def test_a_service_may_be_asked_for_a_model_by_name_which_traces_show(adapter, s
     assert service.seen[-1]["model"] == named.model_label == "overlap"
     unnamed = adapter(base_url=service.address)
     assert kept(unnamed, QUERY, DOCUMENTS)
-    assert "model" not in service.seen[-1]
+    assert service.seen[-1]["model"] is None
     assert unnamed.model_label == service.address
     with pytest.raises(RemoteError, match=r"'large' was requested, and .* holds 'overlap'"):
         kept(adapter(base_url=service.address, model="large"), QUERY, DOCUMENTS)
