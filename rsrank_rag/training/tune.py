@@ -122,8 +122,9 @@ class Tuned:
     def summary(self) -> str:
         """What was measured, in sentences, and what to expect on other queries."""
         name = MEASURES[self.goal.metric]
-        # Of the thresholds that reach the goal.
-        keeps = {"precision": "most"}.get(self.goal.metric, "fewest")
+        keeps = "fewest"
+        if self.goal.metric == "precision":
+            keeps = "most"
         aim = "with" if self.reached else "nearest to"
         before = "undefined"
         if self.value_before is not None:
@@ -131,8 +132,8 @@ class Tuned:
             if self.value_before >= self.goal.value:
                 before += ", which reaches the goal already"
         return (
-            f"The threshold {aim} {self.goal} that keeps {keeps} documents: {self.estimate}. On "
-            f"the {self.verdict.queries} queries that chose it {name} is {self.value}, with "
+            f"The threshold {aim} {self.goal} that keeps the {keeps} documents: {self.estimate}. "
+            f"On the {self.verdict.queries} queries that chose it {name} is {self.value}, with "
             f"{self.share_kept:.1%} of the documents kept; {self._so_far} it is {before}."
             f"{self._on_other_queries()}"
         )

@@ -67,7 +67,7 @@ def test_a_threshold_that_keeps_the_same_documents_stays():
         tuned = find_threshold(queries, goal, before=0.3)
         assert (tuned.threshold, tuned.problem) == (0.3, None)
         # It was not chosen, so it has no interval.
-        assert f"threshold with {goal} that keeps " in tuned.summary
+        assert f"threshold with {goal} that keeps the " in tuned.summary
         assert "documents: 0.300. On the " in tuned.summary
 
 
@@ -150,7 +150,7 @@ def test_a_threshold_has_the_interval_of_the_thresholds_of_bootstrap_samples():
     assert (tuned.estimate.low, tuned.estimate.high) == pytest.approx((low, high), abs=width / 4)
     assert tuned.estimate.low < tuned.threshold < tuned.estimate.high
     said = f"{tuned.threshold:.3f} ({tuned.estimate.low:.3f} to "
-    assert f"The threshold with recall 0.8 that keeps fewest documents: {said}" in tuned.summary
+    assert f"The threshold with recall 0.8 that keeps the fewest documents: {said}" in tuned.summary
 
 
 def test_empty_lists_do_not_lower_a_precision():
@@ -161,7 +161,9 @@ def test_empty_lists_do_not_lower_a_precision():
     assert tuned.value_before == 1.0
     assert tuned.value.mean == 1.0
     assert -3.0 <= tuned.threshold < -2.0
-    assert tuned.summary.startswith("The threshold with precision 1 that keeps most documents: ")
+    assert tuned.summary.startswith(
+        "The threshold with precision 1 that keeps the most documents: "
+    )
 
 
 def test_a_goal_that_cannot_be_reached_says_how_near_one_gets():
@@ -254,7 +256,7 @@ def test_the_command_writes_what_it_says(fused, tmp_path):
     before = RSRank.from_pretrained(fused, device="cpu", dtype="float32")
     threshold = hub.read_config(output).threshold
     assert f"written: threshold {threshold:.3f}, in" in said
-    assert "The threshold with recall 1 that keeps fewest documents: " in said
+    assert "The threshold with recall 1 that keeps the fewest documents: " in said
     assert "Measured on queries that were left out: 6" in said
     assert "Precision counts those that keep something" in said
     assert (
@@ -277,7 +279,7 @@ def test_the_threshold_is_printed_before_it_is_written(fused, tmp_path, monkeypa
     data = written(tmp_path / "own.jsonl", labelled(6))
     arguments = ("tune", "--model", fused, "--data", data, "--output", tmp_path / "tuned")
     said = run(*arguments, "--recall", 1.0, code=1)
-    assert "The threshold with recall 1 that keeps fewest documents: " in said
+    assert "The threshold with recall 1 that keeps the fewest documents: " in said
     assert "error: No space left on device." in said
 
 
