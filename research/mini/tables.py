@@ -151,7 +151,7 @@ def rules_table(figures: Figures) -> str:
     name = next(iter(figures))
     rows = figures[name]["sets"]
     queries = sum(row["queries"] for row in rows)
-    lines = ["| rule | F1 | answers lost | kept a query |", "|---|--:|--:|--:|"]
+    lines = ["| rule | F1 | answers lost | kept per query |", "|---|--:|--:|--:|"]
     for rule, label in RULES.items():
         lost = lost_answers(figures, name, rule)
         f1_key = f"{rule}f1" if rule else "f1@tau"

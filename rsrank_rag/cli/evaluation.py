@@ -32,10 +32,10 @@ app = typer.Typer()
 ROWS = {
     "threshold": "threshold in use",
     "queries": "queries",
-    "precision@tau": "precision above it",
-    "recall@tau": "recall above it",
-    "f1@tau": "F1 above it",
-    "kept_per_query": "kept a query",
+    "precision@tau": "precision above threshold",
+    "recall@tau": "recall above threshold",
+    "f1@tau": "F1 above threshold",
+    "kept_per_query": "kept per query",
     "empty": "share of empty lists",
     "answerable": "queries with an answer",
     "left_with_nothing": "answers lost",
@@ -90,11 +90,11 @@ def evaluate(
     A system without a threshold of its own gets the one with the best F1 over all files, each
     counted the same.
 
-    Empty lists: queries of which nothing is kept. Answers lost: queries with a relevant document of
-    which no relevant one is kept. Kept without an answer: documents kept of a query without a
-    relevant one. AUROC: of the best score of lists with against lists without a relevant document
-    (also lists whose relevant ones were taken out). False accepts: share of the latter that pass
-    where 90% of the former do. The last table: what other rules would keep, such as the three best,
+    Empty lists: queries that keep no document. Answers lost: queries that have a relevant document,
+    but keep none. Kept without an answer: documents kept by a query without a relevant one. AUROC:
+    how well the best score separates lists with a relevant document from lists without one (also
+    lists whose relevant documents were removed). False accepts: share of lists without one above
+    the score that 90% of lists with one reach. The last table: other rules, such as the three best,
     or the first three of the file.
 
     `rsrank evaluate --data examples/labelled.jsonl --json > metrics.json`
@@ -160,7 +160,7 @@ def rules_table(name: str, scored: Sequence[ScoredQuery], threshold: float) -> T
     """What the threshold and its alternatives keep, over all queries of all sets."""
     title = Text(f"{name}: the threshold and what could stand instead, over all queries")
     table = Table("rule", title=title, title_justify="left")
-    for heading in ("F1", "answers lost", "kept a query"):
+    for heading in ("F1", "answers lost", "kept per query"):
         table.add_column(heading, justify="right")
     answerable = sum(any(query.relevant) for query in scored)
     for rule in rules(threshold).values():

@@ -107,13 +107,14 @@ def rank(
     model: System = "mini",
     revision: Revision = None,
     threshold: Annotated[
-        float | None, Option(help="Keep what scores above. Default: the model's own.")
+        float | None, Option(help="Keep documents above this. Default: the model's own.")
     ] = None,
     keep_all: Annotated[bool, Option("--keep-all", help="Rank only, drop nothing.")] = False,
     top_n: Annotated[int | None, Option(help="Keep at most this many.")] = None,
-    min_docs: Annotated[int, Option(help="Keep at least the best this many.")] = 0,
+    min_docs: Annotated[int, Option(help="Keep at least this many.")] = 0,
     extract: Annotated[
-        Literal["sentences"] | None, Option(help="Keep of each document those that score above.")
+        Literal["sentences"] | None,
+        Option(help="Keep only sentences that score above the threshold."),
     ] = None,
     prefixes: Prefixes = None,
     as_json: AsJson = False,
@@ -149,7 +150,7 @@ def rank(
 def index(
     documents: Documents,
     prefixes: Annotated[
-        Path, Option("--prefixes", "-p", resolve_path=True, help="Folder to write them to.")
+        Path, Option("--prefixes", "-p", resolve_path=True, help="Folder for the prefixes.")
     ],
     load: LoadOptions,
     model: Model = "mini",
@@ -157,8 +158,8 @@ def index(
 ) -> None:
     """Run documents ahead of time: later calls with `prefix_cache=FOLDER` run only the query.
 
-    The folder holds the documents in recoverable form: protect it as you protect them. Run again,
-    an interrupted command goes on.
+    The folder holds the documents in recoverable form: protect the folder like the documents. After
+    an interruption, repeat the command.
 
     `rsrank index --documents passages.txt --prefixes prefixes`
     """
@@ -182,8 +183,8 @@ def explain(
 ) -> None:
     """Show where a score comes from: its exact parts per query token and per layer (L1, L2, ...).
 
-    Of a model with fusion layers, "match" is the similarity of a token with the document's most
-    similar one, and "whole" that of query and document.
+    In a model with a fusion layer, "match" is a token's MaxSim term, and "whole" is the cosine term
+    plus the bias.
 
     `rsrank explain -q "How do bees find flowers?" --document "Bees find them by their colour."`
     """
@@ -255,7 +256,7 @@ def score(
 ) -> None:
     """Score many pairs: files of JSON lines in, a file of the same name out for each.
 
-    Run again, an interrupted command skips the files that are complete.
+    After an interruption, repeat the command: complete files are skipped.
 
     A row has a "query" and a "document"; other columns are copied. Added are score, kept (above
     the model's threshold), truncated, and error: why a row has no score, else null.

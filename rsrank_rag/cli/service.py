@@ -80,13 +80,13 @@ class ServeOptions(BaseModel, use_attribute_docstrings=True):
     port: int = Field(default=8080, ge=0, le=65535)
     """0 for any that is free."""
     api_key_file: Path | None = None
-    """API keys, one a line; also from RSRANK_API_KEY, by commas."""
+    """File of API keys, one a line; RSRANK_API_KEY adds keys."""
     separate_clients: bool = False
-    """Each uses only its own cached prefixes."""
+    """Each client uses only its own prefixes."""
     allowed_host: list[str] = []
     """Name that clients call the service by; may be repeated."""
     notice: NonNegativeFloat = 5.0
-    """Seconds of 503 from /ready before the end at SIGTERM."""
+    """Seconds of 503 from /ready between SIGTERM and shutdown."""
     max_documents: int = 1000
     """Documents of one request."""
     max_body: str = "20MB"
@@ -96,11 +96,11 @@ class ServeOptions(BaseModel, use_attribute_docstrings=True):
     timeout: float = 60.0
     """Seconds from a request to its answer."""
     drop: bool = False
-    """Leave out what is below the native threshold."""
+    """Leave out documents not above the native threshold."""
     normalize: bool = False
     """Scores from 0 to 1; 0.5: the native threshold."""
     no_canary: bool = False
-    """Be ready without scoring anything."""
+    """Skip the canary (test scores)."""
     prefix_cache: str | None = None
     """Prefix cache on the device, such as 512MB; 0: none."""
     log_level: Literal["debug", "info", "warning", "error", "critical"] = "info"

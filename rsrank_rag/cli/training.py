@@ -91,13 +91,13 @@ def tune(
     precision: Annotated[
         float | None,
         Option(
-            min=0, max=1, help="Wanted: the threshold that has it and keeps the most documents."
+            min=0, max=1, help="Goal: of thresholds with this precision, the one that keeps most."
         ),
     ] = None,
     recall: Annotated[
         float | None,
         Option(
-            min=0, max=1, help="Wanted: the threshold that has it and keeps the fewest documents."
+            min=0, max=1, help="Goal: of thresholds with this recall, the one that keeps fewest."
         ),
     ] = None,
     force: Annotated[
@@ -111,8 +111,8 @@ def tune(
     For another system, such as `cross-encoder:NAME`, the output is a file `NAME.json`. That file
     can be named wherever a model can be named: it stands for the system with this threshold.
 
-    Nothing is written where no threshold reaches the goal, or where queries that did not choose the
-    threshold say that it is missed: F1 is lower, or a precision or recall is missed beyond chance.
+    Nothing is written if no threshold reaches the goal, or if queries that did not choose the
+    threshold miss the goal: F1 is lower, or precision or recall is missed beyond chance.
     """
     from ..training.tune import Goal, tune
 
