@@ -201,7 +201,7 @@ def main() -> None:
             "model.device=cpu",
         ]
         recipe = ResearchRecipe.load("mini", settings, base=chosen.base)
-        features = ResearchRun(recipe, chosen.work / name, say=print).extract()
+        features = ResearchRun(recipe, chosen.work / name).extract()
         for size in chosen.sizes:
             # Too few would be left to measure on.
             if len(features) * 3 < size * 4:

@@ -31,7 +31,7 @@ def train(
     `python -m research.train --config qwen3-8b --output runs/qwen3-8b`
     """
     recipe = ResearchRecipe.load(config, settings or ())
-    run = ResearchRun(recipe, output, say=problems.print, progress=problems.is_terminal)
+    run = ResearchRun(recipe, output, progress=problems.is_terminal)
     result = run.run()
     screen.print(f"written: {result.written}\nartifact: {run.artifact}", soft_wrap=True)
 

@@ -138,10 +138,8 @@ def required(module: str, message: str, extra: str) -> Any:
     Raises:
         MissingDependencyError: It cannot be imported; the error gives the pip command.
     """
-    try:
+    with needs(message, extra, module):
         return import_module(module)
-    except ImportError:
-        raise MissingDependencyError(message, extra) from None
 
 
 @contextmanager

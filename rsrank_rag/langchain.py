@@ -83,10 +83,10 @@ class RSRankCompressor(RerankerAdapter, BaseDocumentCompressor):
         run = manager.on_chain_start(None, inputs, name=type(self).__name__)
         try:
             result = self._rank(query, self._read(documents), limits)
+            compressed = self._copies(documents, result)
         except BaseException as error:
             run.on_chain_error(error)
             raise
-        compressed = self._copies(documents, result)
         run.on_chain_end(self._traced(result, compressed))
         return compressed
 
@@ -108,10 +108,10 @@ class RSRankCompressor(RerankerAdapter, BaseDocumentCompressor):
         run = await manager.on_chain_start(None, inputs, name=type(self).__name__)
         try:
             result = await self._arank(query, self._read(documents), limits)
+            compressed = self._copies(documents, result)
         except BaseException as error:
             await run.on_chain_error(error)
             raise
-        compressed = self._copies(documents, result)
         await run.on_chain_end(self._traced(result, compressed))
         return compressed
 
@@ -121,12 +121,9 @@ class RSRankCompressor(RerankerAdapter, BaseDocumentCompressor):
 
     def _traced(self, result: RankResult, compressed: list[Document]) -> dict[str, Any]:
         """The outputs of a call's run in LangChain's callbacks."""
-        dropped = []
-        for document in result.dropped:
-            dropped.append({"index": document.index, "score": document.score})
         return {
             "documents": compressed,
-            "dropped": dropped,
+            "dropped": [{"index": one.index, "score": one.score} for one in result.dropped],
             "threshold": result.threshold,
             "model": self.model_label,
         }

@@ -24,8 +24,11 @@ def is_stale(partial: Path) -> bool:
 
 
 def remove_stale(folder: Path) -> None:
-    """Remove partial files that killed writers have left in a folder and in folders below it."""
-    for partial in folder.rglob("*.partial"):
+    """Remove partial files that killed writers have left in a folder and in folders below it.
+
+    Only names as `appearing` writes them count, because the folder may hold other files.
+    """
+    for partial in folder.rglob(f"*.{'[0-9a-f]' * 32}.partial"):
         if is_stale(partial):
             with suppress(OSError):
                 partial.unlink()

@@ -1,6 +1,8 @@
 """RSRank: backbone, template and B joined into a reranker."""
 
 from collections.abc import Iterator, Sequence
+from copy import copy
+from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -139,13 +141,12 @@ class RSRank(Pretrained, Reranker):
         """
         tokenised = self._tokenise(as_pairs(pairs))
         places: dict[Row, list[int]] = {}
-        keys = dict[Ids, str]()
+        key_of = cache(self.cache.key)
         for place, (query, document) in enumerate(tokenised):
             if document.empty:
                 continue
-            key = keys.get(document.ids) or self.cache.key(document.ids)
-            keys[document.ids] = key
-            places.setdefault(Row(document.ids, query, key), []).append(place)
+            row = Row(document.ids, query, key_of(document.ids))
+            places.setdefault(row, []).append(place)
         scores = [BLANK_SCORE] * len(tokenised)
         try:
             with self.backbone.inference():
@@ -201,8 +202,8 @@ class RSRank(Pretrained, Reranker):
         """Batches of rows whose queries have about the same length.
 
         Documents with a cached prefix have batches of their own: only their queries run, so that
-        more of them fit into a batch. These batches come first, because new documents may replace
-        the cached prefixes.
+        more of them fit into a batch. Of queries of one length, these batches come first, because
+        new documents may replace the cached prefixes.
         """
         kind = device_kind(self.backbone.device)
         joined = JOINED_BYTES.get(kind, JOINED_BYTES["cpu"])
@@ -265,15 +266,9 @@ class RSRank(Pretrained, Reranker):
 
     def with_salt(self, salt: str) -> Self:
         """See `Reranker.with_salt`. The ranker shares the model and B."""
-        view = type(self)(
-            self.backbone,
-            self.prompts,
-            self.projection,
-            self.config,
-            token_budget=self.token_budget,
-            prefix_cache=self.cache.with_salt(salt),
-        )
-        view.name = self.name
+        view = copy(self)
+        view.cache = self.cache.with_salt(salt)
+        view.reader = ShiftReader(self.backbone, self.prompts, self.config.layers, view.cache)
         return view
 
     def index(self, documents: Sequence[str], *, show_progress: bool = False) -> int:

@@ -329,7 +329,7 @@ class Ablations:
         if key not in self._features:
             folder = self.output / "stores" / key
             reader = reader_of(ablation.signal, ablation.null)
-            run = ResearchRun(recipe, folder, say=self.say)
+            run = ResearchRun(recipe, folder)
             run.reader = reader  # type: ignore[assignment]
             self._features[key] = run.extract()
             self._layers[key] = run.layers

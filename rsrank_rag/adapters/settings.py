@@ -388,7 +388,7 @@ class RerankerAdapter(ModelAdapter):
             if document.window is not None:
                 marks[WINDOW] = {
                     "start": max(document.window.start - before, 0),
-                    "end": document.window.end - before,
+                    "end": max(document.window.end - before, 0),
                     "count": document.window.count,
                 }
             if document.excerpts:

@@ -4,9 +4,7 @@ Calls wait in the thread's queue; a cancelled call leaves the queue. The first c
 in the thread, so that no lock is held while a model loads.
 """
 
-import gc
 import os
-import sys
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,6 +13,7 @@ from typing import TypeVar
 
 from ..errors import needs_torch
 from ..language_model.options import ModelSource
+from ..method.batches import free_memory
 from ..reranker import Reranker
 from .systems import load
 
@@ -70,11 +69,6 @@ def _run(source: ModelSource | Reranker, task: Callable[[Reranker], Result]) -> 
 
 def _unload(source: ModelSource) -> None:
     """Free a model and its memory on the device."""
-    if source not in _models:
-        return
-    del _models[source]
+    _models.pop(source, None)
     # Loading leaves reference cycles, which hold the model until they are collected.
-    gc.collect()
-    torch = sys.modules.get("torch")
-    if torch is not None:
-        torch.cuda.empty_cache()
+    free_memory()

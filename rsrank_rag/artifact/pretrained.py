@@ -339,7 +339,7 @@ def _open_encoder(
     spec = config.backbone
     check_kind(spec.model_type, source.name)
     name, revision = _backbone_of(source, folder, spec)
-    dtype = source.load.settled_dtype(spec.model_type, int8=config.int8)
+    dtype = source.load.onnx_dtype(int8=config.int8)
     local = hub.is_folder(name)
     place = Path(name) if local else hub.download(name, revision, source.load)
     check_files(spec, place, in_cache=not local, strict=True)

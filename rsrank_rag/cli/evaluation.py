@@ -115,10 +115,14 @@ def evaluate(
     records: list[dict[str, Any]] = []
     for one in measured:
         for title, queries in one.scored.items():
-            about = {"model": one.name, "dataset": title, "threshold": one.threshold}
-            figures = summarise(queries, threshold=one.threshold)
-            advice = recommend(queries, threshold=one.threshold)
-            records.append({**about, **figures, "recommendation": advice})
+            record = {
+                "model": one.name,
+                "dataset": title,
+                "threshold": one.threshold,
+                **summarise(queries, threshold=one.threshold),
+                "recommendation": recommend(queries, threshold=one.threshold),
+            }
+            records.append(record)
     if as_json:
         typer.echo(json.dumps(records, ensure_ascii=False, indent=2))
     else:

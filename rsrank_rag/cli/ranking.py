@@ -81,7 +81,7 @@ def read_documents(source: str) -> list[str]:
             documents.append(clean(json.loads(line)["text"]))
         except (ValueError, KeyError, TypeError, AttributeError):
             raise InputError(
-                f'--documents {source}, line {number}: expected JSON with a "text", '
+                f'--documents {source}, document {number}: expected JSON with a "text", '
                 f"got {line[:60]!r}."
             ) from None
     return documents

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -61,7 +60,6 @@ def train(
     run = TrainingRun(
         recipe,
         output,
-        say=partial(problems.print, soft_wrap=True),
         progress=problems.is_terminal,
         force=force,
     )
@@ -134,8 +132,9 @@ def tune(
 def show_tuned(tuned: Tuned) -> None:
     """Print a threshold, and what it changes."""
     screen.print(tuned.summary, soft_wrap=True)
-    show_verdict(tuned.verdict, ("so far", "tuned"))
-    screen.print(f"on queries that were left out: {tuned.verdict}", soft_wrap=True)
+    if tuned.is_new:
+        show_verdict(tuned.verdict, ("so far", "tuned"))
+        screen.print(f"on queries that were left out: {tuned.verdict}", soft_wrap=True)
 
 
 def show_verdict(verdict: Verdict, names: tuple[str, str]) -> None:

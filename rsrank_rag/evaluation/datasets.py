@@ -62,7 +62,7 @@ def warn_of_reuse(model: str, used: Collection[str], names: Iterable[str]) -> No
         names: Names of the sets that measure the model.
     """
     for name in names:
-        if name in used:
+        if dataset_name(name) in used:
             logger.warning(
                 "Labels of a set called %s trained %s or chose its threshold. If they are these "
                 "labels, the figures are too high for new queries.",

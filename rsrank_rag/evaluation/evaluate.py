@@ -132,7 +132,11 @@ def recommend(scored: Sequence[ScoredQuery], *, threshold: float = 0.0) -> str:
         f"{results[other].kept_per_query:.2f}, with F1 {results[other].f1:.3f}. Recommended: "
         f"{best}. Of the rules by score that {reason}, none has a better F1."
     )
-    if any(len({*query.scores}) < len(query.scores) for query in scored):
+    # Documents with equal scores and different labels.
+    if any(
+        len({*query.scores}) < len({*zip(query.scores, query.relevant, strict=True)})
+        for query in scored
+    ):
         advice += " Documents with equal scores were taken in the file's order."
     if lost <= TOLERATED_LOSS * answerable:
         draws = np.random.default_rng(0).binomial(answerable, TOLERATED_LOSS, 100_000)

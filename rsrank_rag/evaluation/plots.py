@@ -80,10 +80,9 @@ def score_histograms(panels: Mapping[str, tuple[Array, Array]], threshold: float
                     facecolor=(color, 0.3),
                     edgecolor=color,
                     linestyle=linestyle,
-                    linewidth=1.4,
                     label=label,
                 )
-            axes.axvline(threshold, color=BLACK, linestyle=":", linewidth=1.4, label="threshold")
+            axes.axvline(threshold, color=BLACK, linestyle=":", label="threshold")
             axes.set_title(name)
         name_axes(figure, "score", "share of the class")
     return figure
@@ -98,10 +97,7 @@ def panel_grid(names: Collection[str], height: float) -> tuple[Figure, list[Axes
 
     columns = min(len(names), COLUMNS)
     rows = math.ceil(len(names) / columns)
-    width = 9.0
-    if columns == 1:
-        width = 5.5
-    figure = Figure(figsize=(width, height * rows + 0.9), layout="constrained")
+    figure = Figure(figsize=(2 + 2.5 * columns, height * rows + 0.9), layout="constrained")
     return figure, [figure.add_subplot(rows, columns, n + 1) for n in range(len(names))]
 
 
@@ -110,4 +106,4 @@ def name_axes(figure: Figure, x_label: str, y_label: str) -> None:
     figure.supxlabel(x_label, size="medium")
     figure.supylabel(y_label, size="medium")
     handles, labels = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 4))
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))

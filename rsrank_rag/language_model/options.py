@@ -142,21 +142,17 @@ class LoadOptions(LoadSettings):
             return torch.device("cuda")
         return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
 
-    def settled_dtype(self, model_type: str, *, int8: bool = False) -> str:
-        """Name of the dtype to load the model in: the requested one, else the fastest.
+    def onnx_dtype(self, *, int8: bool) -> str:
+        """The dtype to use on ONNX Runtime: the requested one, else the fastest.
 
-        The fastest is bfloat16 on torch where the device is fast at it, and int8 on ONNX Runtime
-        where the artifact allows it; elsewhere it is float32.
+        The fastest is int8 where the artifact allows it, else float32.
 
         Args:
-            model_type: The kind of the language model, as in its config.
             int8: Whether the artifact allows its documents to run in int8.
 
         Raises:
-            InputError: The runtime does not compute in this dtype, or on this device.
+            InputError: ONNX Runtime does not compute in this dtype, or on this device.
         """
-        if self.runtime_for(model_type) == "torch":
-            return str(self.resolved_dtype()).removeprefix("torch.")
         dtype = self.dtype or ("int8" if int8 else "float32")
         if self.device not in (None, "cpu") or self.weights or dtype not in ONNX_DTYPES:
             raise InputError(

@@ -34,6 +34,13 @@ class DoesNotFitError(Exception):
     ids: Any
 
 
+def free_memory() -> None:
+    """Free objects that refer to each other, and what torch caches on the GPU."""
+    gc.collect()
+    if "torch" in sys.modules:
+        sys.modules["torch"].cuda.empty_cache()
+
+
 class Batches(Generic[Item]):
     """Sequences of similar length in batches of at most so many padded tokens.
 
@@ -73,9 +80,7 @@ class Batches(Generic[Item]):
             yield self.waiting[-self._size :]
             if self.retries > retries:
                 # The failed run's tensors are gone by now, so their memory can be given back.
-                gc.collect()
-                if "torch" in sys.modules:
-                    sys.modules["torch"].cuda.empty_cache()
+                free_memory()
 
     def _next_size(self) -> int:
         longest = len(self.waiting[-1])

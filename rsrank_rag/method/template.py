@@ -222,7 +222,7 @@ class PromptTokenizer:
         encoded = self.encode_beginnings(missing, self.document_limit(0))
         new = dict(zip(missing, encoded, strict=True))
         known = known | new
-        self._recent = known if len(known) <= RECENT_DOCUMENTS else new
+        self._recent = dict([*known.items()][-RECENT_DOCUMENTS:])
         return [known[text] for text in documents]
 
     def encode(self, texts: Sequence[str]) -> list[tuple[int, ...]]:

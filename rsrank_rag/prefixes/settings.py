@@ -65,7 +65,8 @@ class PrefixCache(BaseModel, extra="forbid", frozen=True):
 
     @model_validator(mode="after")
     def _a_limit_needs_a_folder(self) -> Self:
-        if "disk" in self.model_fields_set and self.folder is None:
+        # A copy that was written down and read again has all fields set.
+        if self.folder is None and self.disk != type(self).model_fields["disk"].default:
             raise InputError("disk limits a folder, and there is none. Add folder=.")
         return self
 

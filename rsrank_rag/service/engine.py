@@ -96,8 +96,12 @@ class Engine:
         explain: Any = getattr(reranker, "explain", None)
         if explain is None:
             raise InputError(f"{self.name} cannot take its scores apart. RSRank models can.")
-        explained = [explain(pair.query, pair.document) for pair in pairs]
-        return [Outcome(Scored(one.score, one.truncated), explanation=one) for one in explained]
+        outcomes = []
+        for pair, fitting in zip(pairs, _with_fitting_queries(reranker, pairs), strict=True):
+            one = explain(fitting.query, fitting.document)
+            scored = Scored(one.score, one.truncated)
+            outcomes.append(Outcome(scored, fitting.query != pair.query, one))
+        return outcomes
 
     def _each(self, items: Sequence[Any], pairs: Sequence[Pair], work: Work) -> list[Any]:
         """Call ``work`` on the items. An item on which ``work`` fails gets an Outcome instead.
@@ -148,7 +152,7 @@ def _check_process(error: BaseException) -> None:
 def _with_fitting_queries(reranker: Reranker, pairs: Sequence[Pair]) -> list[Pair]:
     """The pairs. A query that is too long is cut if its pair allows it."""
     queries = {pair.query: reranker.fit_query(pair.query) for pair in pairs if pair.cut_query}
-    return [replace(pair, query=queries.get(pair.query, pair.query)) for pair in pairs]
+    return [replace(pair, query=queries[pair.query]) if pair.cut_query else pair for pair in pairs]
 
 
 def _parts(reranker: Reranker, documents: list[tuple[Pair, Segment | None]]) -> list[Parts]:

@@ -48,8 +48,7 @@ def request_error(faults: Mapping[int, str], status: int) -> RequestError:
     first, text = min(faults.items())
     if text.startswith(("The query", "A query")):
         return RequestError(status, text)
-    more = f" {len(faults) - 1} more documents have errors." if len(faults) > 1 else ""
-    return RequestError(status, f"Document {first} {text}{more}", faults)
+    return RequestError(status, f"Document {first} {text}", faults)
 
 
 def error_response(

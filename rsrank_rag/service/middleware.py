@@ -256,7 +256,7 @@ def is_own_name(host: str, settings: Settings) -> bool:
         name = (urlsplit(f"//{host}").hostname or "").removesuffix(".")
     except ValueError:
         return False
-    if not name or name in settings.allowed_hosts:
+    if not name or name in map(str.lower, settings.allowed_hosts):
         return True
     if settings.closed and not settings.allowed_hosts:
         return True

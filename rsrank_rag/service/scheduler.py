@@ -195,7 +195,7 @@ class Scheduler:
             raise DeadlineError(
                 f"There was no answer in {timeout:.4g} seconds; the work has been cancelled."
             )
-        if documents[0].answer.cancelled():
+        if any(one.answer.cancelled() for one in documents):
             raise UnavailableError(self._trouble)
         # In a thread, because a document may have very many sentences.
         outcomes = await asyncio.to_thread(lambda: [one.outcome() for one in documents])
@@ -313,7 +313,7 @@ class Scheduler:
             self._trouble = "The model is being loaded."
             try:
                 await self.model.start()
-            except RSRankError as error:
+            except Exception as error:
                 # The cause may pass, such as a device that is still full.
                 self._trouble = (
                     "The model's process died and could not be replaced; the log says why."

@@ -119,7 +119,7 @@ class Recipe(BaseModel, extra="forbid", frozen=True):
         return validated(cls, raw, source, "recipe")
 
     def read_queries(self) -> list[LabelledQuery]:
-        """The labelled queries of all files.
+        """The labelled queries of all files, without copies.
 
         Raises:
             InputError: A file cannot be read.
@@ -127,7 +127,7 @@ class Recipe(BaseModel, extra="forbid", frozen=True):
         queries: list[LabelledQuery] = []
         for part in self.data:
             queries += read_labelled(part.file)
-        return queries
+        return list(dict.fromkeys(queries))
 
 
 def shipped(folder: Path = SHIPPED) -> list[str]:

@@ -71,14 +71,12 @@ class TrainingRun:
     Args:
         recipe: What to do.
         output: Folder for everything that is made.
-        say: Receives lines about what is going on.
         progress: Whether to show progress bars.
         force: Write fine-tuned weights even if they may lose something.
     """
 
     recipe: Recipe
     output: Path
-    say: Callable[[str], object] = str
     progress: bool = False
     force: bool = False
     # Not a field. The paper's ablations read other signals.
@@ -225,12 +223,13 @@ class TrainingRun:
         """Fine-tuned weights, or the base's if fine-tuning gains nothing or may lose something."""
         recipe = self.recipe
         watch = partial(self._bar, desc="folds", unit="fold")
-        threshold = self._model.config.threshold
+        config = self._model.config
+        threshold = config.threshold
         tuned = fine_tune(
             features, base, recipe.fine_tuning, threshold=threshold, device=device, watch=watch
         )
         titles = [part.title for part in recipe.data]
-        warn_of_reuse(str(recipe.base), self._model.config.training.data, titles)
+        warn_of_reuse(str(recipe.base), config.training.data, titles)
         verdict = judge(tuned.before, tuned.after)
         write_text(self.output / "verdict.json", verdict.model_dump_json(indent=2) + "\n")
         settings: dict[str, Any] = {

@@ -85,6 +85,8 @@ class Tuned:
     # a precision if nothing is kept so far.
     value_before: float | None
     value: Estimate
+    # The queries for which the goal's measure means something.
+    counted: int
     # The documents that score above the new threshold, as a share of all.
     share_kept: float
     # The threshold so far against thresholds that were chosen without the queries they are
@@ -95,6 +97,11 @@ class Tuned:
     def reached(self) -> bool:
         """Whether the goal is reached on the queries that chose the threshold."""
         return self.goal.metric == "f1" or self.value.mean >= self.goal.value - ROUNDING
+
+    @property
+    def is_new(self) -> bool:
+        """Whether the threshold keeps other documents than the one in use so far."""
+        return self.threshold != self.before
 
     @property
     def problem(self) -> str | None:
@@ -109,7 +116,7 @@ class Tuned:
         if held_out is None:
             return None
         missed = f"on queries that did not choose the threshold, {name} is {held_out}, below"
-        if self.goal.metric == "f1":
+        if self.goal.metric == "f1" and self.is_new:
             # Few queries often choose a threshold that suits no other query. Most such losses are
             # within chance.
             if self.verdict.difference["f1"].mean < -ROUNDING:
@@ -133,8 +140,9 @@ class Tuned:
                 before += ", which reaches the goal already"
         return (
             f"The threshold {aim} {self.goal} that keeps the {keeps} documents: {self.estimate}. "
-            f"On the {self.verdict.queries} queries that chose it {name} is {self.value}, with "
-            f"{self.share_kept:.1%} of the documents kept; {self._so_far} it is {before}."
+            f"On the {self.counted} of {self.verdict.queries} queries that count, {name} is "
+            f"{self.value}, with {self.share_kept:.1%} of the documents kept; {self._so_far} it is "
+            f"{before}."
             f"{self._on_other_queries()}"
         )
 
@@ -143,12 +151,7 @@ class Tuned:
         """In words, what is kept without the new threshold."""
         if self.before is None:
             return "with everything kept"
-        if not self.before:
-            return "at zero"
-        return (
-            f"at the threshold so far ({self.before:g}; the figure may be too high if these "
-            "queries chose that threshold)"
-        )
+        return f"at the threshold so far ({self.before:g})"
 
     def _on_other_queries(self) -> str:
         """Whether the goal holds on queries that did not choose the threshold."""
@@ -157,7 +160,9 @@ class Tuned:
         if held_out is None:
             return ""
         words = f"whether {self.goal} holds for new queries stays open"
-        if metric == "f1":
+        if metric == "f1" and not self.is_new:
+            words = "the threshold stays as it was"
+        elif metric == "f1":
             chance = "which may be chance"
             if metric in self.verdict.gains + self.verdict.losses:
                 chance = "beyond chance"
@@ -220,6 +225,7 @@ def find_threshold(queries: Sequence[ScoredQuery], goal: Goal, before: float | N
         before=before,
         value_before=present_means(old).get(goal.metric),
         value=estimate_mean(new[goal.metric]),
+        counted=int(np.isfinite(new[goal.metric]).sum()),
         share_kept=float(new["kept"].sum()) / sum(len(query.scores) for query in queries),
         verdict=judge(held_out, shifted, (before, 0.0)),
     )
@@ -271,8 +277,9 @@ def tune(
     used = (*ranker.labelled_data, name)
     if isinstance(ranker, RSRank):
         config = ranker.config
-        update = {"notes": f"{config.training.notes} {note}".strip(), "data": used}
-        training = config.training.model_copy(update=update)
+        training = config.training.model_copy(
+            update={"notes": f"{config.training.notes} {note}".strip(), "data": used}
+        )
         config = config.model_copy(update={"threshold": tuned.threshold, "training": training})
         folder = hub.resolve(source.name, source.revision, source.load)
         write_trained(output, config, ranker.projection, folder)

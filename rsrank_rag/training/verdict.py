@@ -55,17 +55,22 @@ class Verdict(Record):
         return [name for name in self.difference if self._improvement(name)[1] < 0]
 
     @property
-    def problem(self) -> str | None:
-        """Why fine-tuned weights should not be written: a measure is lost, or the queries are few.
+    def unjudged(self) -> list[str]:
+        """Measures without an interval, because fewer than `FEWEST` queries count."""
+        return [name for name, change in self.difference.items() if change.low is None]
 
-        None if nothing speaks against the weights.
+    @property
+    def problem(self) -> str | None:
+        """Why fine-tuned weights should not be written; None if nothing speaks against them.
+
+        A measure is lost or cannot be judged, or the queries are few.
         """
-        if self.losses:
-            return f"fine-tuned weights are {self} on {self.queries} queries held out"
-        if self.queries < FEW_QUERIES:
+        if self.queries < FEW_QUERIES and not self.losses:
             return (
                 f"{self.queries} queries held out (fewer than {FEW_QUERIES}) cannot rule out a loss"
             )
+        if self.losses or self.unjudged:
+            return f"fine-tuned weights are {self} on {self.queries} queries held out"
         return None
 
     @property
@@ -79,14 +84,18 @@ class Verdict(Record):
 
     def __str__(self) -> str:
         """Every measure that changed beyond chance, losses first, or that none did."""
-        parts = []
-        for word, names in (("worse", self.losses), ("better", self.gains)):
+        text = ""
+        for word, names in (
+            ("worse", self.losses),
+            ("better", self.gains),
+            (f"fewer than {FEWEST} queries cannot judge", self.unjudged),
+        ):
             changes = [f"{MEASURES[name]} changes by {self.difference[name]}" for name in names]
             if changes:
-                parts.append(f"{word}: {', '.join(changes)}")
-        if self.queries < FEWEST:
-            return f"{self.outcome} (fewer than {FEWEST} queries show none)"
-        return "; ".join(parts) or self.outcome
+                text += f"; {word}: {', '.join(changes)}"
+        if self.outcome not in text:
+            text = f"; {self.outcome}{text}"
+        return text[2:]
 
     def _improvement(self, name: str) -> tuple[float, float]:
         """Interval of a measure's difference, positive where it became better; endless for none."""

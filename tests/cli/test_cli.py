@@ -433,7 +433,7 @@ def test_scores_of_another_threshold_do_not_get_into_the_same_folder(pairs_file,
 def test_what_a_killed_run_of_score_left_is_removed_after_a_day(pairs_file, tmp_path):
     folder = tmp_path / "out"
     folder.mkdir()
-    old, new = folder / "pairs.1.partial", folder / "pairs.2.partial"
+    old, new = folder / f"pairs.{'a' * 32}.partial", folder / f"pairs.{'b' * 32}.partial"
     for path in (old, new):
         path.touch()
     os.utime(old, (0, 0))
@@ -470,10 +470,10 @@ def test_figures_are_printed_before_a_report_is_written(labelled, tmp_path, monk
     assert "No space left" in done.stderr
 
 
-def test_a_json_line_without_text_is_an_error_that_names_the_line(tmp_path):
+def test_a_json_line_without_text_is_an_error_that_names_the_document(tmp_path):
     path = tmp_path / "documents.jsonl"
     path.write_text('{"text": "a"}\n{"body": "b"}\n', encoding="utf-8")
-    with pytest.raises(InputError, match="line 2"):
+    with pytest.raises(InputError, match="document 2"):
         read_documents(str(path))
 
 

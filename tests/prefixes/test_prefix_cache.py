@@ -323,17 +323,21 @@ def test_the_folder_stays_within_its_bound_and_the_oldest_go(tmp_path):
 
 def test_what_a_killed_writer_left_is_cleared_away(tmp_path):
     (tmp_path / "ab").mkdir()
-    stale = tmp_path / "ab" / "abcd.12.partial"
+    stale = tmp_path / "ab" / f"abcd.{'12' * 16}.partial"
     stale.write_bytes(b"half")
+    film = tmp_path / "film.mp4.partial"
+    film.write_bytes(b"of another program")
+    os.utime(film, (0, 0))
     os.utime(stale, (time.time() - A_DAY - 60,) * 2)
     kept, model = store(folder=tmp_path), Model()
     assert not stale.exists()
+    assert film.exists()
     check(prefill(kept, DOCS, model), DOCS, error=0.02)
 
 
 def test_what_a_writer_still_writes_is_left_alone(tmp_path):
     (tmp_path / "ab").mkdir()
-    begun = tmp_path / "ab" / "abcd.12.partial"
+    begun = tmp_path / "ab" / f"abcd.{'12' * 16}.partial"
     begun.write_bytes(b"half")
     os.utime(begun, (time.time() - A_DAY + 600,) * 2)
     store(folder=tmp_path)

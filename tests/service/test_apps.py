@@ -25,7 +25,7 @@ from rsrank_rag.cli import app
 from rsrank_rag.cli import service as cli_service
 from rsrank_rag.cli.service import APPS, ServeOptions
 from rsrank_rag.service.app import Settings
-from rsrank_rag.service.schemas import normalise
+from rsrank_rag.service.schemas.common import normalise
 from rsrank_rag.service.server import Server
 
 ROOT = Path(__file__).parents[2]

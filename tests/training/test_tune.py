@@ -57,7 +57,10 @@ def test_where_the_goal_was_reached_before_that_is_said(metric):
     queries = tuning()
     value = means(queries, 0.0)[metric]
     easier, harder = (find_threshold(queries, Goal(metric, value + by)) for by in (-0.1, 0.1))
-    assert f"at zero it is {value:.3f}, which reaches the goal already." in easier.summary
+    assert (
+        f"at the threshold so far (0) it is {value:.3f}, which reaches the goal already."
+        in easier.summary
+    )
     assert "already" not in harder.summary
 
 
@@ -111,7 +114,7 @@ def test_a_threshold_for_f1_is_a_problem_where_f1_falls_on_other_queries():
     held_out, before = verdict.after["f1"], verdict.before["f1"].mean
     assert worse.problem == (
         f"on queries that did not choose the threshold, F1 is {held_out}, below {before:.3f} at "
-        "zero"
+        "the threshold so far (0)"
     )
     assert "-0.100 (-0.300 to 0.050), which may be chance." in worse.summary
 
@@ -209,10 +212,7 @@ def test_a_precision_has_an_estimate_where_nothing_was_kept_before():
     queries = [ScoredQuery([2.0, -1.0], [True, False])] * 12
     tuned = find_threshold(queries, Goal("precision", 0.9), before=5.0)
     assert tuned.value_before is None
-    assert (
-        "(5; the figure may be too high if these queries chose that threshold) it is undefined."
-        in tuned.summary
-    )
+    assert "at the threshold so far (5) it is undefined." in tuned.summary
     assert tuned.verdict.after["precision"].mean == 1.0
     assert "On queries that did not choose the threshold it is 1.000" in tuned.summary
 
@@ -260,8 +260,8 @@ def test_the_command_writes_what_it_says(fused, tmp_path):
     assert "Measured on queries that were left out: 6" in said
     assert "Precision counts those that keep something" in said
     assert (
-        "on queries that were left out: no difference beyond chance (fewer than 10 queries show "
-        "none)" in said
+        "on queries that were left out: no difference beyond chance; fewer than 10 queries cannot "
+        "judge: nDCG@5 changes by" in said
     )
     assert "verdict: " not in said
     assert "base" not in said

@@ -3,7 +3,3 @@
 Unknown fields are ignored, because every client library sends some of its own. A known field of the
 wrong type is an error.
 """
-
-from .common import normalise
-
-__all__ = ["normalise"]
