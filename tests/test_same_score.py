@@ -106,7 +106,7 @@ def test_in_deterministic_mode_neighbours_and_order_change_no_bit(
     pairs = [Pair(QUERIES[1], other) for other in neighbours]
     pairs += [Pair(query, document), Pair(QUERIES[1], document)]
     assert deterministic.score_pairs(pairs)[-2].score == alone
-    assert Engine(deterministic, "mini").score(pairs)[-2].score == alone
+    assert Engine(deterministic, "mini").run(pairs)[0][-2].score == alone
 
 
 @pytest.mark.parametrize("on_disk", [False, True])

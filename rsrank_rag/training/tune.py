@@ -116,10 +116,10 @@ class Tuned:
         if held_out is None:
             return None
         missed = f"on queries that did not choose the threshold, {name} is {held_out}, below"
-        if self.goal.metric == "f1" and self.is_new:
+        if self.goal.metric == "f1":
             # Few queries often choose a threshold that suits no other query. Most such losses are
             # within chance.
-            if self.verdict.difference["f1"].mean < -ROUNDING:
+            if self.is_new and self.verdict.difference["f1"].mean < -ROUNDING:
                 return f"{missed} {self.verdict.before['f1'].mean:.3f} {self._so_far}"
         elif held_out.is_below(self.goal.value):
             return f"{missed} {self.goal.value:g}"

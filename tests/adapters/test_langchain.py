@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+import threading
 
 import pytest
 from conftest import DOCUMENTS, QUERY
@@ -263,6 +264,16 @@ async def test_callbacks_see_an_error(compressor, asynchronous, handler):
     start, (_, failed, error) = trace.events
     assert failed == start[2]
     assert isinstance(error, RSRankError)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+async def test_callbacks_see_an_error_of_metadata_that_cannot_be_copied(compressor, asynchronous):
+    trace = Trace()
+    given = documents(1)
+    given[0].metadata["lock"] = threading.Lock()
+    with pytest.raises(TypeError):
+        await compress(compressor, asynchronous, given, "q", callbacks=[trace])
+    assert [event[0] for event in trace.events] == ["start", "error"]
 
 
 def test_a_call_inside_a_chain_is_a_child_of_the_chains_run(compressor):

@@ -461,6 +461,8 @@ def test_the_recommendation_is_zero_where_it_loses_few_answers_and_has_the_best_
 def test_the_recommendation_says_where_the_order_of_the_file_decided():
     words = "equal scores were taken in the file's order"
     assert words not in recommend([ScoredQuery([1.0, -1.0], [True, False])] * 3)
+    # The order of documents with equal scores and equal labels changes nothing.
+    assert words not in recommend([ScoredQuery([1.0, 1.0, -1.0], [True, True, False])] * 3)
     assert words in recommend([ScoredQuery([1.0, 1.0], [True, False])] * 3)
 
 

@@ -10,7 +10,12 @@ from transformers.models.ctrl.tokenization_ctrl import CTRLTokenizer
 from rsrank_rag import Template
 from rsrank_rag.artifact.identity import tokenizer_fingerprint
 from rsrank_rag.errors import BackboneError, InputError, RSRankError
-from rsrank_rag.method.template import QUERY_RESERVE, PromptTokenizer, clean
+from rsrank_rag.method.template import (
+    QUERY_RESERVE,
+    RECENT_DOCUMENTS,
+    PromptTokenizer,
+    clean,
+)
 
 TOKENIZER = byte_level_tokenizer()
 DEFAULT = Template()
@@ -34,6 +39,13 @@ def test_document_ids_are_the_parts_tokenised_apart_and_joined():
     )
     assert not found.truncated
     assert not found.empty
+
+
+def test_a_call_with_very_many_documents_leaves_few_of_them_in_memory():
+    made = prompts()
+    texts = [str(number) for number in range(RECENT_DOCUMENTS + 100)]
+    made.too_long(texts)
+    assert list(made._recent) == texts[-RECENT_DOCUMENTS:]
 
 
 def test_no_merge_crosses_a_seam_between_parts():

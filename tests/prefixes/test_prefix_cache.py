@@ -321,6 +321,13 @@ def test_the_folder_stays_within_its_bound_and_the_oldest_go(tmp_path):
     assert stats(kept)["evictions"] > 0
 
 
+@pytest.mark.parametrize(
+    "settings", [PrefixCache(device="512MB"), PrefixCache(salt="a"), PrefixCache(folder="f")]
+)
+def test_settings_that_were_written_down_are_read_again(settings):
+    assert PrefixCache.model_validate_json(settings.model_dump_json()) == settings
+
+
 def test_what_a_killed_writer_left_is_cleared_away(tmp_path):
     (tmp_path / "ab").mkdir()
     stale = tmp_path / "ab" / f"abcd.{'12' * 16}.partial"

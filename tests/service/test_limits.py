@@ -318,6 +318,7 @@ async def test_bodies_that_come_together_are_limited_together(monkeypatch):
         ("rsrank", {}, 200),
         ("rsrank.default.svc.cluster.local", {}, 200),
         ("ranks.example", {"allowed_hosts": ("ranks.example",)}, 200),
+        ("ranks.example", {"allowed_hosts": ("Ranks.Example",)}, 200),
         ("evil.example", {"allowed_hosts": ("ranks.example",)}, 421),
         ("ranks.example", {"api_keys": ("k",)}, 200),
         ("evil.example", {"api_keys": ("k",), "allowed_hosts": ("ranks.example",)}, 421),

@@ -21,6 +21,7 @@ from service_helpers import in_thread
 
 from rsrank_rag import Reranker
 from rsrank_rag.errors import ArtifactError, InputError, RSRankError, ScoringError
+from rsrank_rag.passages.explanation import Explanation
 from rsrank_rag.passages.parts import WHOLE, Reading
 from rsrank_rag.reranker import Pair, Scored, score_in_parts
 from rsrank_rag.service import scheduler as scheduler_module
@@ -29,6 +30,7 @@ from rsrank_rag.service.backend import DeadlineError, OverloadedError, Unavailab
 from rsrank_rag.service.engine import Canary, Engine
 from rsrank_rag.service.fair_queue import FairQueue, QueueLimits
 from rsrank_rag.service.scheduler import Scheduler
+from rsrank_rag.service.worker import ModelProcess
 
 
 class Clock:
@@ -421,6 +423,32 @@ async def test_a_refused_query_concerns_no_other_clients_pairs():
     assert found[0].error == "The query is refused."
 
 
+class ShortQueries(Numbers):
+    """Takes queries of four characters at most."""
+
+    def fit_query(self, query):
+        return query[:4]
+
+    def score(self, query, documents):
+        if len(query) > 4:
+            raise InputError("The query is too long.")
+        return super().score(query, documents)
+
+    def explain(self, query, document):
+        (score,) = self.score(query, [document])
+        return Explanation(query, document, score, False, (), (), (), ())
+
+
+def test_a_long_query_is_cut_for_the_pairs_that_allow_it_and_for_no_other():
+    engine = Engine(ShortQueries(), "fake")
+    asked = [Pair("a long query", "1", cut_query=cut) for cut in (True, False)]
+    for explain in (False, True):
+        found, _ = engine.run(asked, explain)
+        assert scores(found) == [1, None]
+        assert found[0].query_truncated
+        assert found[1].error == "The query is too long."
+
+
 @pytest.mark.parametrize("count", [0, 1, 3, 40])
 def test_many_documents_without_scores_are_found_in_few_runs(count):
     reranker = Numbers()
@@ -592,6 +620,43 @@ async def test_a_process_killed_from_outside_is_replaced(tmp_path):
     async with running(partial(Mortal, tmp_path)) as scheduler:
         os.kill(scheduler.model.pid, signal.SIGKILL)
         assert scores(await scheduler.score(pairs("a", "bb"), timeout=60)) == [1, 2]
+
+
+async def test_an_error_of_the_system_does_not_end_the_attempts_to_replace_a_process(
+    tmp_path, monkeypatch
+):
+    async with running(partial(Mortal, tmp_path)) as scheduler:
+        launch = ModelProcess._launch
+        failures = [OSError("Too many open files")]
+
+        def launched(process, connection):
+            if failures:
+                raise failures.pop()
+            return launch(process, connection)
+
+        monkeypatch.setattr(ModelProcess, "_launch", launched)
+        os.kill(scheduler.model.pid, signal.SIGKILL)
+        assert scores(await scheduler.score(pairs("a", "bb"), timeout=60)) == [1, 2]
+        assert failures == []
+
+
+class GivingUp(Numbers):
+    """Cancels the answer of the second document while it scores the first."""
+
+    def score(self, query, documents):
+        if documents == ["1"]:
+            (client,) = self.scheduler._queue.clients.values()
+            _, second = client.documents
+            self.loop.call_soon_threadsafe(second.answer.cancel)
+        return super().score(query, documents)
+
+
+async def test_a_request_of_which_one_document_was_given_up_is_not_half_answered():
+    reranker = GivingUp()
+    async with numbers(reranker, batch_tokens=1) as scheduler:
+        reranker.scheduler, reranker.loop = scheduler, asyncio.get_running_loop()
+        with pytest.raises(UnavailableError):
+            await scheduler.score(pairs(1, 2), timeout=60)
 
 
 async def test_a_process_killed_while_idle_is_missed_by_whoever_asks_whether_all_is_well(tmp_path):

@@ -287,7 +287,7 @@ def test_a_query_that_cannot_be_used_is_said_once_and_no_document_is_blamed():
     error = request_error({0: "The query is empty.", 1: "The query is empty."}, 422)
     assert (error.detail, error.documents) == ("The query is empty.", {})
     error = request_error({4: "has no score.", 2: "scored nan."}, 422)
-    assert error.detail == "Document 2 scored nan. 1 more documents have errors."
+    assert error.detail == "Document 2 scored nan."
     assert error.documents == {4: "has no score.", 2: "scored nan."}
 
 

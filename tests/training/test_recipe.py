@@ -89,6 +89,13 @@ def test_weights_are_quantised_by_the_flags_of_transformers(recipe_file, entry, 
         Recipe.load(str(recipe_file), ["model.load_in_8bit=true", "model.load_in_4bit=true"])
 
 
+def test_a_query_that_two_files_hold_counts_once(tmp_path):
+    first = written(tmp_path / "first.jsonl", labelled(6))
+    copy = written(tmp_path / "copy.jsonl", labelled(6))
+    recipe = Recipe.load("your-data", [], [first, copy, first])
+    assert len(recipe.read_queries()) == 6
+
+
 def test_too_few_queries_are_refused_with_the_reason(recipe_file, tmp_path):
     few = written(tmp_path / "few.jsonl", labelled(5))
     said = run(

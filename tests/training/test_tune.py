@@ -74,6 +74,24 @@ def test_a_threshold_that_keeps_the_same_documents_stays():
         assert "documents: 0.300. On the " in tuned.summary
 
 
+def test_a_threshold_that_stays_is_no_loss_on_other_queries():
+    queries, _ = scorings(20)
+    first = find_threshold(queries, Goal(), before=None)
+    again = find_threshold(queries, Goal(), before=first.threshold)
+    assert again.verdict.difference["f1"].mean < 0
+    assert (again.threshold, again.problem) == (first.threshold, None)
+    assert "the threshold stays as it was" in again.summary
+    assert "changes by" not in again.summary
+
+
+def test_the_summary_says_how_many_queries_a_precision_counts():
+    queries = [ScoredQuery([9.0, 1.0], [True, False])]
+    queries += [ScoredQuery([2.0, 1.0], [False, True])] * 11
+    tuned = find_threshold(queries, Goal("precision", 0.9))
+    assert (tuned.value.mean, tuned.counted) == (1.0, 1)
+    assert "On the 1 of 12 queries that count, precision is 1.000" in tuned.summary
+
+
 def test_a_system_without_a_threshold_is_compared_with_keeping_everything():
     queries = [ScoredQuery([2.0, 1.0], [True, False])] * 4
     tuned = find_threshold(queries, Goal(), before=None)

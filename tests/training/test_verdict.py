@@ -127,6 +127,20 @@ def test_few_queries_cannot_rule_out_a_loss_and_many_need_not():
     assert judge(kept[:FEW_QUERIES], lost[1:20] * 5 + kept[:5]).problem is None
 
 
+def test_a_measure_that_too_few_queries_have_is_named_and_weights_are_not_written():
+    # Of 110 queries, nine keep a document so far, so that a fall of precision has no interval.
+    kept = ScoredQuery([1.0, -1.0], [True, False])
+    nothing = ScoredQuery([-1.0, -2.0], [True, False])
+    wide = ScoredQuery([2.0, 1.0], [True, False])
+    verdict = judge([kept] * 9 + [nothing] * 101, [wide] * 110)
+    assert verdict.outcome == "better"
+    assert "recall" in verdict.gains
+    assert verdict.difference["precision"].mean == -0.5
+    said = "fewer than 10 queries cannot judge: precision changes by -0.500"
+    assert said in str(verdict)
+    assert said in verdict.problem
+
+
 def test_a_single_query_decides_nothing():
     verdict = judge([ScoredQuery([1.0], [True])], [ScoredQuery([-1.0], [True])])
     assert verdict.outcome == "no difference beyond chance"
