@@ -287,7 +287,7 @@ def test_onnx_runtime_is_the_default_for_encoders_on_a_cpu(kind, options, runtim
 def test_onnx_runtime_is_the_default_where_there_is_no_torch(monkeypatch):
     monkeypatch.setattr("rsrank_rag.language_model.options.find_spec", lambda name: None)
     assert LoadOptions().runtime_for("qwen3") == "onnx"
-    assert LoadOptions().settled_dtype("bert", int8=True) == "int8"
+    assert LoadOptions().onnx_dtype(int8=True) == "int8"
     assert RSRank.from_pretrained().score(QUERY, DOCUMENTS)
 
 
@@ -298,4 +298,4 @@ def test_an_encoder_that_the_user_named_is_checked_by_a_run_on_torch(fused):
 
 def test_torch_refuses_int8_and_says_what_computes_in_it():
     with pytest.raises(InputError, match="'int8' is for encoders"):
-        LoadOptions(device="cpu", dtype="int8").settled_dtype("qwen3")
+        LoadOptions(device="cpu", dtype="int8").resolved_dtype()
