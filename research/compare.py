@@ -191,12 +191,10 @@ def _values(queries: Sequence[ScoredQuery], threshold: float) -> dict[str, Array
     }
 
 
-def _interval(*samples: Array) -> list[float]:
-    """Mean, and the ends of its 95% interval."""
+def _interval(*samples: Array) -> list[float | None]:
+    """Mean, and the ends of its 95% interval; None for both where too few queries count."""
     found = estimate_mean(*samples)
-    low = found.mean if found.low is None else found.low
-    high = found.mean if found.high is None else found.high
-    return [found.mean, low, high]
+    return [found.mean, found.low, found.high]
 
 
 def measure(
@@ -317,8 +315,10 @@ def page(figures: Figures) -> str:
     return "\n".join(parts) + "\n"
 
 
-def _is_loss(metric: str, difference: Sequence[float]) -> bool:
+def _is_loss(metric: str, difference: Sequence[float | None]) -> bool:
     _, low, high = difference
+    if low is None or high is None:
+        return False
     return low > 0 if metric in LESS_IS_BETTER else high < 0
 
 
@@ -332,8 +332,11 @@ def _signed(interval: Sequence[float]) -> str:
     return f"{mean:+.1f} ({low:+.1f} to {high:+.1f})"
 
 
-def _points(interval: Sequence[float]) -> str:
-    mean, low, high = (100 * value for value in interval)
+def _points(interval: Sequence[float | None]) -> str:
+    mean, *ends = (100 * value for value in interval if value is not None)
+    if not ends:
+        return f"{mean:.1f}"
+    low, high = ends
     return f"{mean:.1f}±{(high - low) / 2:.1f}"
 
 

@@ -185,3 +185,12 @@ def test_an_identity_is_of_all_that_was_trained(tiny_ranker):
     assert len({kept_scores.identity(ranker) for ranker in [plain, *rankers]}) == 6
     again = RSRank(plain.backbone, plain.prompts, plain.projection, plain.config)
     assert kept_scores.identity(again) == kept_scores.identity(plain)
+
+
+def test_too_few_queries_give_no_interval_and_no_loss():
+    few, many = ([0.5] * count for count in (9, 10))
+    assert compare._interval(few) == [0.5, None, None]
+    assert compare._points(compare._interval(few)) == "50.0"
+    assert compare._points(compare._interval(many)) == "50.0±0.0"
+    assert not compare._is_loss("f1", [-0.5, None, None])
+    assert compare._is_loss("f1", [-0.5, -0.6, -0.4])
