@@ -273,7 +273,9 @@ def page(figures: Figures) -> str:
     sets = systems["mini"]["sets"]
     own = [label for label, row in systems.items() if row["native"]]
     limit = figures["limit"]
-    first = "" if limit is None else f" Only the first {limit} queries of each set were scored."
+    first = ""
+    if limit is not None:
+        first = f" Only the first {limit} queries of each set were scored (`--limit {limit}`)."
     losses = [
         [name, METRICS[metric], label, _signed(row["sets"][name]["difference"][metric])]
         for name in sets

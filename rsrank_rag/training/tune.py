@@ -274,15 +274,19 @@ def tune(
     )
     if tuned.problem:
         note = f"{note} It was forced: {tuned.problem}."
-    used = (*ranker.labelled_data, name)
+    used = tuple(sorted({*ranker.labelled_data, name}))
     if isinstance(ranker, RSRank):
         config = ranker.config
         training = config.training.model_copy(
             update={"notes": f"{config.training.notes} {note}".strip(), "data": used}
         )
         config = config.model_copy(update={"threshold": tuned.threshold, "training": training})
-        folder = hub.resolve(source.name, source.revision, source.load)
-        write_trained(output, config, ranker.projection, folder)
+        write_trained(
+            output,
+            config,
+            ranker.projection,
+            hub.resolve(source.name, source.revision, source.load),
+        )
         return tuned
     tuned_threshold = systems.TunedThreshold(
         model=source.name,

@@ -350,7 +350,10 @@ def test_a_file_tuned_from_a_file_names_the_system_and_may_replace_the_first(tun
     output.write_bytes(tuned_bm25.read_bytes())
     run("tune", "--model", output, "--data", data, "--output", output, "--force")
     file = json.loads(output.read_text("utf-8"))
-    assert (file["model"], file["data"]) == ("bm25", ["own", "more"])
+    assert (file["model"], file["data"]) == ("bm25", ["more", "own"])
+    # The same labels again are no other labels.
+    run("tune", "--model", output, "--data", data, "--output", output, "--force")
+    assert json.loads(output.read_text("utf-8"))["data"] == ["more", "own"]
     assert "of more.jsonl" in file["notes"]
     assert load(ModelSource(str(output))).threshold == file["threshold"]
 
