@@ -181,12 +181,16 @@ class Reranker(ABC):
         return query
 
     def parts(self, documents: Sequence[str], **options: Unpack[ReadingOptions]) -> list[str]:
-        """The texts that `rank` scores for documents, each once, for `RSRank.index`."""
+        """The texts that `rank` scores for documents, each once, for `RSRank.index`.
+
+        Texts of white space are left out, because `rank` gives them `BLANK_SCORE` without the model.
+        """
         reading = Reading.of(options, self.long_documents)
         parts = dict[str, None]()
         for pair in self._pairs("", as_list(documents), reading):
             for part in parts_of(pair, spans_of(pair, self.token_ends)):
-                parts[part.document] = None
+                if part.document.strip():
+                    parts[part.document] = None
         return list(parts)
 
     def _pairs(self, query: str, documents: Sequence[str], reading: Reading) -> list[Pair]:

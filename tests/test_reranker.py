@@ -216,6 +216,22 @@ def test_the_printed_result_shows_scores_signs_and_cuts():
     assert str(rank([-1.0], threshold=None)).startswith("'query': 1 kept, 0 dropped (ranked only)")
 
 
+@pytest.mark.parametrize(
+    ("options", "rule"),
+    [
+        ({"min_docs": 2}, "threshold 1, min_docs kept 1"),
+        ({"min_docs": 1}, "threshold 1"),
+        ({"threshold": 0.0, "top_n": 1}, "threshold 0, top_n dropped 1"),
+        ({"threshold": None, "top_n": 1}, "ranked only, top_n dropped 2"),
+        ({"threshold": -math.inf}, "threshold -inf"),
+        ({"threshold": -math.inf, "min_docs": 3}, "threshold -inf, min_docs kept 1"),
+    ],
+)
+def test_the_printed_result_says_what_top_n_and_min_docs_changed(options, rule):
+    shown = str(rank([0.5, 2.0, BLANK_SCORE], **{"threshold": 1.0, **options}))
+    assert shown.splitlines()[0].endswith(f"({rule})")
+
+
 class Half(Reranker):
     """Finds nothing relevant, and what is blank least irrelevant."""
 

@@ -8,7 +8,8 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from ..errors import InputError, RSRankError
-from ..reranker import BLANK_SCORE, Pair, Reranker
+from ..passages.ranked import passes
+from ..reranker import Pair, Reranker
 from ..service.backend import Outcome
 from ..service.engine import DeviceLostError, Engine
 
@@ -96,7 +97,7 @@ class PairScorer:
         threshold = self._engine.reranker.threshold
         kept = None
         if threshold is not None:
-            kept = scored.score > threshold and scored.score != BLANK_SCORE
+            kept = passes(scored.score, threshold)
         return PairResult(scored.score, kept, scored.truncated)
 
     def _outcomes(self, pairs: Sequence[Pair]) -> list[Outcome]:

@@ -21,6 +21,7 @@ from ..language_model.options import LoadOptions, ModelSource
 from ..method.template import clean
 from ..partial_files import digest_of
 from ..passages.explanation import Explanation
+from ..passages.ranked import passes
 from ..reranker import RankResult
 from .options import (
     AsJson,
@@ -127,6 +128,8 @@ def rank(
 
     `cat passages.jsonl | rsrank rank -q "How do bees find flowers?" -d - --json`
     """
+    if keep_all and threshold is not None:
+        raise InputError("--keep-all drops nothing, so it takes no --threshold. Leave one out.")
     texts = read_documents(documents)
     # Without a folder, prefixes are not cached: each document is scored once.
     source = ModelSource(model, revision, load, prefix_cache=prefixes or False)
@@ -202,7 +205,7 @@ def explanation_text(explanation: Explanation, threshold: float) -> Text:
     """An explanation after its query and document, and whether the document is kept."""
     document = " ".join(explanation.document.split())[:200]
     verdict = "dropped"
-    if explanation.score > threshold:
+    if passes(explanation.score, threshold):
         verdict = "kept"
     if threshold:
         verdict = f"{verdict}: the threshold is {threshold:g}"

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..errors import InputError, finite, required
-from ..reranker import BLANK_SCORE
+from ..passages.ranked import BLANK_SCORE, passes
 from .statistics import ROUNDING, Array, mean_present
 
 
@@ -108,10 +108,7 @@ class Rule:
         order = list(range(len(scores)))
         if self.by_score:
             order = best_first(scores)
-        count = len(order)
-        if self.threshold is not None:
-            above = sum(score > self.threshold and score != BLANK_SCORE for score in scores)
-            count = max(above, self.min_docs)
+        count = max(sum(passes(score, self.threshold) for score in scores), self.min_docs)
         return order[:count][: self.top_n]
 
 

@@ -127,6 +127,12 @@ class RankResult:
         rule = "ranked only"
         if self.threshold is not None:
             rule = f"threshold {self.threshold:g}"
+        below = sum(not passes(document.score, self.threshold) for document in self.kept)
+        if below:
+            rule += f", min_docs kept {below}"
+        above = sum(passes(document.score, self.threshold) for document in self.dropped)
+        if above:
+            rule += f", top_n dropped {above}"
         if self.query_truncated:
             rule += ", query truncated"
         lines = [f"{self.query!r}: {len(self.kept)} kept, {len(self.dropped)} dropped ({rule})"]
@@ -139,6 +145,11 @@ class RankResult:
                 text += " (truncated)"
             lines.append(f"{mark} {document.score:+8.2f}  [{document.index}] {text}")
         return "\n".join(lines)
+
+
+def passes(score: float, threshold: float | None) -> bool:
+    """Whether a score is above a threshold. `BLANK_SCORE` passes no threshold but None."""
+    return threshold is None or (score > threshold and score != BLANK_SCORE)
 
 
 def choose(
@@ -164,10 +175,7 @@ def choose(
         ranked.append(RankedDocument(index, documents[index], score, one.truncated, one.window))
     # Blank documents are last even if a reranker gives lower scores. Equal scores keep their order.
     ranked.sort(key=lambda document: (document.score == BLANK_SCORE, -document.score))
-    relevant = 0
-    for document in ranked:
-        if threshold is None or (document.score > threshold and document.score != BLANK_SCORE):
-            relevant += 1
+    relevant = sum(passes(document.score, threshold) for document in ranked)
     count = max(relevant, min(min_docs, len(ranked)))
     if top_n is not None:
         count = min(count, top_n)

@@ -5,7 +5,8 @@ import logging
 from collections.abc import Iterable
 from dataclasses import replace
 from operator import attrgetter
-from typing import Any
+
+from pydantic import BaseModel
 
 from .ranked import RankResult
 
@@ -15,18 +16,34 @@ logger = logging.getLogger("rsrank_rag.shadow")
 CHARACTERS_PER_TOKEN = 4
 
 
+class Call(BaseModel):
+    """One call in shadow mode. Documents are pairs of index and score."""
+
+    threshold: float | None
+    none_relevant: bool
+    kept: list[tuple[int, float]]
+    dropped: list[tuple[int, float]]
+    characters_saved: int
+
+
+class LogLine(BaseModel):
+    """A line of the log."""
+
+    shadow: Call
+
+
 def log(result: RankResult) -> None:
     """Log a call in one line of JSON, without a word of its texts."""
     everything = (*result.kept, *result.dropped)
     saved = sum(len(document.text) for document in everything) - sum(map(len, result.texts))
-    entry = {
-        "threshold": result.threshold,
-        "none_relevant": result.none_relevant,
-        "kept": [[document.index, document.score] for document in result.kept],
-        "dropped": [[document.index, document.score] for document in result.dropped],
-        "characters_saved": saved,
-    }
-    logger.info(json.dumps({"shadow": entry}))
+    call = Call(
+        threshold=result.threshold,
+        none_relevant=result.none_relevant,
+        kept=[(document.index, document.score) for document in result.kept],
+        dropped=[(document.index, document.score) for document in result.dropped],
+        characters_saved=saved,
+    )
+    logger.info(json.dumps(LogLine(shadow=call).model_dump()))
 
 
 def everything(result: RankResult) -> RankResult:
@@ -43,24 +60,25 @@ def report(lines: Iterable[str]) -> dict[str, float]:
         ``calls``, ``documents``, the share ``dropped`` of them, and about how many
         ``tokens_saved``. The number of calls ``with_threshold``, and of those ``none_relevant``.
     """
-    calls: list[dict[str, Any]] = []
+    calls = []
     for line in lines:
         if "shadow" not in line:
             continue
+        text = line[line.find("{") :]
         try:
-            entry = json.loads(line[line.find("{") :])
-            # The service's log has the line in a line of its own.
-            calls.append(json.loads(entry.get("message", "null")) or entry)
+            # The service's log has the line as the message of a line of its own.
+            text = json.loads(text).get("message", text)
+            calls.append(LogLine.model_validate_json(text).shadow)
         except ValueError:
             continue
-    calls = [call["shadow"] for call in calls if "shadow" in call]
-    documents = sum(len(call["kept"] + call["dropped"]) for call in calls)
-    with_threshold = [call["none_relevant"] for call in calls if call["threshold"] is not None]
+    dropped = sum(len(call.dropped) for call in calls)
+    documents = dropped + sum(len(call.kept) for call in calls)
+    with_threshold = [call.none_relevant for call in calls if call.threshold is not None]
     return {
         "calls": len(calls),
         "documents": documents,
-        "dropped": sum(len(call["dropped"]) for call in calls) / max(documents, 1),
-        "tokens_saved": sum(call["characters_saved"] for call in calls) // CHARACTERS_PER_TOKEN,
+        "dropped": dropped / max(documents, 1),
+        "tokens_saved": sum(call.characters_saved for call in calls) // CHARACTERS_PER_TOKEN,
         "none_relevant": sum(with_threshold),
         "with_threshold": len(with_threshold),
     }

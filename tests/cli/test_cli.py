@@ -94,6 +94,12 @@ def test_threshold_top_n_min_docs_and_keep_all_are_passed_on(artifact, passages)
     assert len(rank_json(artifact, "-d", passages, "--keep-all", "--top-n", "1")["kept"]) == 1
 
 
+def test_keep_all_beside_a_threshold_is_an_error_and_neither_is_ignored(artifact, passages):
+    options = ["-m", artifact, "-q", QUERY, "-d", passages, "--keep-all", "--threshold", "0"]
+    result = run("rank", *options, code=2)
+    assert "--keep-all drops nothing, so it takes no --threshold." in result.stderr
+
+
 def test_no_documents_give_two_empty_lists(artifact):
     found = rank_json(artifact, "-d", "-", input="\n")
     assert (found["kept"], found["dropped"]) == ([], [])

@@ -372,8 +372,10 @@ def test_what_was_read_ahead_of_time_is_not_read_again(tiny_ranker, tmp_path, op
     ranker = RSRank(
         made.backbone, made.prompts, made.projection, made.config, prefix_cache=str(tmp_path)
     )
-    texts = ["  ".join(CORPUS * 12), CORPUS[0]]
-    ranker.index(ranker.parts(texts, **options))
+    texts = ["  ".join(CORPUS * 12), CORPUS[0], " \n"]
+    parts = ranker.parts(texts, **options)
+    # The model does not read white space.
+    assert ranker.index(parts) == len(parts)
     before = ranker.stats()["misses"]
     result = ranker.rank(QUERY, texts, threshold=None, **options)
     assert ranker.stats()["misses"] == before

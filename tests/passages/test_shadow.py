@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 
 import pytest
 from typer.testing import CliRunner
@@ -98,29 +99,33 @@ def test_the_report_adds_up_what_was_logged(caplog, tmp_path):
     of_langchain(mode="shadow", threshold=None)
     # Nothing has text, and there is no threshold that anything could score above.
     log_shadow(RankResult("q", None, (RankedDocument(0, " ", BLANK_SCORE),), ()))
+    # Nothing is below minus infinity, which is a threshold like any other.
+    log_shadow(RankResult("q", -math.inf, (RankedDocument(0, "a", 1.0),), ()))
     log = tmp_path / "app.log"
     lines = [f"2026-01-01 INFO {record.message}" for record in caplog.records]
-    log.write_text("\n".join(["started", *lines, "{shadow"]), encoding="utf-8")
+    foreign = ['{"shadow": true}', '{"message": ["shadow"]}', '{"message": "{\\"shadow\\": 5}"}']
+    text = "\n".join(["started", *lines, "{shadow", *foreign])
+    log.write_text(text, encoding="utf-8")
     with log.open(encoding="utf-8") as opened:
         found = report(opened)
     saved = len(TEXTS[1]) + sum(map(len, TEXTS))
     assert found == {
-        "calls": 4,
-        "documents": 13,
-        "dropped": 5 / 13,
+        "calls": 5,
+        "documents": 14,
+        "dropped": 5 / 14,
         "tokens_saved": saved // 4,
         "none_relevant": 1,
-        "with_threshold": 2,
+        "with_threshold": 3,
     }
     said = CliRunner().invoke(app, ["report", str(log)])
     assert said.exit_code == 0
     assert said.stdout == (
-        "4 calls, 2 with a threshold\n"
-        "13 documents, 38.5% would have been dropped\n"
+        "5 calls, 3 with a threshold\n"
+        "14 documents, 35.7% would have been dropped\n"
         f"about {saved // 4} tokens would have been saved\n"
         "1 calls with nothing above the threshold\n"
     )
-    log.write_text(lines[-1], encoding="utf-8")
+    log.write_text(lines[3], encoding="utf-8")
     said = CliRunner().invoke(app, ["report", str(log)]).stdout
     assert said.endswith("about 0 tokens would have been saved\n")
     log.write_text("nothing", encoding="utf-8")
