@@ -26,7 +26,7 @@ from .method.prefix import padded_length
 from .method.scoring import Row, ShiftReader, score_rows
 from .method.template import PromptTokenizer, TokenisedDocument, TokenisedQuery
 from .passages.explanation import Explanation
-from .prefixes.cache import CachedPrefixes, PrefixTiers
+from .prefixes.cache import CachedPrefixes, PrefixTiers, check_room
 from .prefixes.settings import Choice, as_prefix_cache
 from .reranker import (
     BLANK_SCORE,
@@ -228,12 +228,19 @@ class RSRank(Pretrained, Reranker):
                     for place in places[row]:
                         scores[place] = finite(score, place)
 
-    def explain(self, query: str, document: str) -> Explanation:
-        """Take a score apart, exactly, per query token, layer and head; raises as `score`.
+    def explain(self, query: str, document: str, max_tokens: int | None = None) -> Explanation:
+        """Take a score apart, exactly, per query token, layer and head.
 
-        A document without text has no parts, and `BLANK_SCORE`.
+        Args:
+            query: The query. It is not cut.
+            document: The document. Without text, it has no parts, and `BLANK_SCORE`.
+            max_tokens: Read at most so many of the document's tokens; None for as many as fit.
+
+        Raises:
+            InputError: As `score`.
+            ScoringError: As `score`.
         """
-        tokens, prompt = self._tokenise(as_pairs([(query, document)]))[0]
+        tokens, prompt = self._tokenise(as_pairs([Pair(query, document, max_tokens)]))[0]
         score = BLANK_SCORE
         layers = self.projection.layers
         terms = np.zeros((tokens.length, len(layers), self.backbone.num_heads))
@@ -290,19 +297,22 @@ class RSRank(Pretrained, Reranker):
                 "There is no folder for prefixes. Load the model with prefix_cache=FOLDER."
             )
         # Token ids, with their first position.
-        missing: dict[Ids, int] = {}
+        positions: dict[Ids, int] = {}
         for position, document in enumerate(self.prompts.documents(as_list(documents), 0)):
-            if document.empty or document.ids in missing:
-                continue
-            if self.cache.tiers.read_file(self.cache.key(document.ids)) is None:
-                missing[document.ids] = position
+            if not document.empty:
+                positions.setdefault(document.ids, position)
+        check_room(disk, self.backbone, positions)
+        missing = []
+        for ids in positions:
+            if self.cache.tiers.read_file(self.cache.key(ids)) is None:
+                missing.append(ids)
         try:
             with tqdm(
                 total=len(missing), disable=not show_progress, unit="doc", desc="reading"
             ) as bar:
                 self.cache.write(missing, disk, self.backbone, self.token_budget, bar.update)
         except DoesNotFitError as error:
-            raise too_large(len(error.ids), missing[error.ids]) from None
+            raise too_large(len(error.ids), positions[error.ids]) from None
         return len(missing)
 
     def token_ends(self, document: str) -> tuple[list[int], int]:

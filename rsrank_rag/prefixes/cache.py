@@ -269,16 +269,9 @@ class CachedPrefixes:
             progress: Called with the number of documents of each batch that was run.
 
         Raises:
-            InputError: The prefixes do not fit into the folder, or one could not be written.
+            InputError: A prefix could not be written.
             DoesNotFitError: A document does not fit into memory even alone.
         """
-        size = disk_bytes(backbone, documents)
-        if size > disk.limit:
-            raise InputError(
-                f"The prefixes take {size / 1e9:.2f} GB and the folder may hold "
-                f"{disk.limit / 1e9:.2f} GB: the first would leave before the last is written. "
-                "Raise disk=, or index fewer documents."
-            )
         batches = Batches(documents, budget)
         try:
             for batch in batches:
@@ -299,6 +292,17 @@ class CachedPrefixes:
             packed = PackedPrefix.of(run.row(number))
             if packed is not None:
                 disk.put(self.key(ids), packed)
+
+
+def check_room(disk: Disk, backbone: "LanguageModel", documents: Collection[Ids]) -> None:
+    """InputError if the prefixes of all documents take more bytes than the folder may hold."""
+    size = disk_bytes(backbone, documents)
+    if size > disk.limit:
+        raise InputError(
+            f"The prefixes take {size / 1e9:.2f} GB and the folder may hold "
+            f"{disk.limit / 1e9:.2f} GB: the first would leave before the last is written. "
+            "Raise disk=, or index fewer documents."
+        )
 
 
 def disk_bytes(backbone: "LanguageModel", documents: Collection[Ids]) -> int:

@@ -98,7 +98,7 @@ class Engine:
             raise InputError(f"{self.name} cannot take its scores apart. RSRank models can.")
         outcomes = []
         for pair, fitting in zip(pairs, _with_fitting_queries(reranker, pairs), strict=True):
-            one = explain(fitting.query, fitting.document)
+            one = explain(fitting.query, fitting.document, fitting.max_tokens)
             scored = Scored(one.score, one.truncated)
             outcomes.append(Outcome(scored, fitting.query != pair.query, one))
         return outcomes

@@ -697,6 +697,19 @@ def test_indexing_more_than_the_folder_may_hold_is_refused_before_it_starts(rank
     assert stats(kept)["misses"] == 0
 
 
+def test_the_documents_that_are_in_the_folder_count_towards_its_limit(ranker, tmp_path):
+    full = keeping(ranker, tmp_path / "full")
+    full.index(DOCUMENTS)
+    size = stats(full)["disk_bytes"]
+    kept = keeping(ranker, {"folder": str(tmp_path / "small"), "disk": int(0.9 * size)})
+    half = len(DOCUMENTS) // 2
+    assert kept.index(DOCUMENTS[:half]) == half
+    with pytest.raises(InputError, match="Raise disk="):
+        kept.index(DOCUMENTS)
+    # Nothing was removed.
+    assert kept.index(DOCUMENTS[:half]) == 0
+
+
 def test_indexing_names_a_document_by_its_place_in_the_list(ranker, tmp_path, monkeypatch):
     kept = keeping(ranker, tmp_path)
     kept.index(DOCUMENTS[:3])

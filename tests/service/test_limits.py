@@ -374,7 +374,7 @@ async def test_keys_change_with_their_file_and_stay_if_it_is_broken(tmp_path, ca
 class Telling(Numbers):
     """Has an error of ours that names a file."""
 
-    def explain(self, query, document):
+    def explain(self, query, document, max_tokens=None):
         raise ArtifactError("/home/someone/secret is damaged.")
 
     def scored(self, number, pair):

@@ -106,7 +106,7 @@ class Mortal(Reranker):
                 time.sleep(60)
         return [float(len(text)) for text in documents]
 
-    def explain(self, query, document):
+    def explain(self, query, document, max_tokens=None):
         if document == "broken":
             raise ZeroDivisionError
         os.kill(os.getpid(), signal.SIGKILL)
@@ -434,7 +434,7 @@ class ShortQueries(Numbers):
             raise InputError("The query is too long.")
         return super().score(query, documents)
 
-    def explain(self, query, document):
+    def explain(self, query, document, max_tokens=None):
         (score,) = self.score(query, [document])
         return Explanation(query, document, score, False, (), (), (), ())
 
@@ -588,7 +588,7 @@ class Unpacked:
 
 
 async def test_what_a_model_answers_is_unpacked_beside_the_event_loop(monkeypatch):
-    monkeypatch.setattr(Numbers, "explain", lambda self, query, document: Unpacked(), raising=False)
+    monkeypatch.setattr(Numbers, "explain", lambda self, *_: Unpacked(), raising=False)
     async with numbers(Numbers()) as scheduler:
         place = (await explained(scheduler, "1")).explanation
     assert isinstance(place, int)
@@ -600,6 +600,17 @@ async def test_a_real_model_explains_and_counts(ranker):
         explanation = (await explained(scheduler, "In 1932.", "When?")).explanation
         assert explanation.score == pytest.approx(ranker.score("When?", ["In 1932."])[0], abs=1e-4)
         assert (await scheduler.score(pairs("In 1932.", query="When?")))[0].scored.tokens > 3
+
+
+async def test_an_explanation_reads_as_many_tokens_as_the_request_allows(ranker):
+    asked = [Pair("When?", "In 1932.", max_tokens=1)]
+    async with running(lambda: ranker, thread=True) as scheduler:
+        (score,) = await scheduler.score(asked)
+        (outcome,) = await scheduler.score(asked, explain=True, timeout=60)
+    assert outcome.explanation.truncated
+    assert outcome.explanation.score == pytest.approx(score.score, abs=1e-4)
+    whole = ranker.score("When?", ["In 1932."])[0]
+    assert abs(outcome.explanation.score - whole) > 1e-3
 
 
 async def test_a_process_that_dies_is_replaced_and_no_request_is_lost(tmp_path):
@@ -879,7 +890,7 @@ class Raising(Numbers):
                 raise RAISED[text]()
         return [float(text) for text in documents]
 
-    def explain(self, query, document):
+    def explain(self, query, document, max_tokens=None):
         raise RAISED[document]()
 
 
