@@ -50,7 +50,7 @@ class Numbers(Reranker):
     def score(self, query, documents):
         raise NotImplementedError
 
-    def explain(self, query, document):
+    def explain(self, query, document, max_tokens=None):
         truncated = len(document.split()) > 10
         return Explanation(
             query, document, 3.0, truncated, ("a", "b"), (1, 2), ((1.0, 0.5), (1.0, 0.5)), ()
