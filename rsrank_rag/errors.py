@@ -170,16 +170,16 @@ def problems_of(error: ValidationError) -> str:
     return shorten("; ".join(problems), 1000, placeholder=" ...")
 
 
-def nearest(name: str, names: Iterable[str], prefix: str = "") -> str:
-    """A question to add to an error about an unknown name; empty if no known one is like it.
+def nearest(name: str, names: Iterable[str]) -> str:
+    """A question to add to an error about an unknown name; empty if no known name is similar.
 
-    >>> nearest("epoch", ["epochs", "seed"], "fit.")
-    " Did you mean 'fit.epochs'?"
+    >>> nearest("epoch", ["epochs", "seed"])
+    " Did you mean 'epochs'?"
     """
     matches = get_close_matches(name, list(names), n=3, cutoff=0.7)
     if not matches:
         return ""
-    return f" Did you mean {' or '.join(repr(prefix + match) for match in matches)}?"
+    return f" Did you mean {' or '.join(map(repr, matches))}?"
 
 
 def needs_torch() -> AbstractContextManager[None]:

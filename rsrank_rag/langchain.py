@@ -21,7 +21,6 @@ with needs("rsrank_rag.langchain needs langchain-core.", "langchain", "langchain
     from langchain_core.documents import BaseDocumentCompressor, Document
     from langchain_core.messages import ToolMessage
     from langchain_core.retrievers import BaseRetriever, RetrieverLike
-    from langchain_core.runnables import RunnableConfig
     from langchain_core.runnables.config import (
         ensure_config,
         get_async_callback_manager_for_config,
@@ -77,10 +76,10 @@ class RSRankCompressor(RerankerAdapter, BaseDocumentCompressor):
             ScoringError: A document could not be scored; its position is given.
         """
         documents = list(documents)
-        config = ensure_config(RunnableConfig(callbacks=callbacks))
-        manager = get_callback_manager_for_config(config)
-        inputs = {"query": query, "documents": documents}
-        run = manager.on_chain_start(None, inputs, name=type(self).__name__)
+        manager = get_callback_manager_for_config(ensure_config({"callbacks": callbacks}))
+        run = manager.on_chain_start(
+            None, {"query": query, "documents": documents}, name=type(self).__name__
+        )
         try:
             result = self._rank(query, self._read(documents), limits)
             compressed = self._copies(documents, result)
@@ -102,10 +101,10 @@ class RSRankCompressor(RerankerAdapter, BaseDocumentCompressor):
         A cancelled call leaves the model's queue.
         """
         documents = list(documents)
-        config = ensure_config(RunnableConfig(callbacks=callbacks))
-        manager = get_async_callback_manager_for_config(config)
-        inputs = {"query": query, "documents": documents}
-        run = await manager.on_chain_start(None, inputs, name=type(self).__name__)
+        manager = get_async_callback_manager_for_config(ensure_config({"callbacks": callbacks}))
+        run = await manager.on_chain_start(
+            None, {"query": query, "documents": documents}, name=type(self).__name__
+        )
         try:
             result = await self._arank(query, self._read(documents), limits)
             compressed = self._copies(documents, result)
@@ -155,19 +154,17 @@ class RSRankRetriever(BaseRetriever, extra="forbid"):
         self, query: str, *, run_manager: CallbackManagerForRetrieverRun, **kwargs: Any
     ) -> list[Document]:
         limits = self._split_limits(kwargs)
-        config = RunnableConfig(callbacks=run_manager.get_child())
-        documents = self.base_retriever.invoke(query, config, **kwargs)
-        return self.compressor.compress_documents(documents, query, config["callbacks"], **limits)
+        callbacks = run_manager.get_child()
+        documents = self.base_retriever.invoke(query, {"callbacks": callbacks}, **kwargs)
+        return self.compressor.compress_documents(documents, query, callbacks, **limits)
 
     async def _aget_relevant_documents(
         self, query: str, *, run_manager: AsyncCallbackManagerForRetrieverRun, **kwargs: Any
     ) -> list[Document]:
         limits = self._split_limits(kwargs)
-        config = RunnableConfig(callbacks=run_manager.get_child())
-        documents = await self.base_retriever.ainvoke(query, config, **kwargs)
-        return await self.compressor.acompress_documents(
-            documents, query, config["callbacks"], **limits
-        )
+        callbacks = run_manager.get_child()
+        documents = await self.base_retriever.ainvoke(query, {"callbacks": callbacks}, **kwargs)
+        return await self.compressor.acompress_documents(documents, query, callbacks, **limits)
 
     def _split_limits(self, kwargs: dict[str, Any]) -> Limits:
         """Take the compressor's limits out of a call's keywords.
@@ -253,7 +250,7 @@ def create_rsrank_middleware(
     """A middleware for LangChain's agents that prunes what retrieval tools return.
 
     Pruned is a tool message whose artifact is a list of documents, for the query that the agent
-    gave to the tool. Other messages stay as they are.
+    gave to the tool. Other messages stay as they are, and so do answers to a blank query.
 
     Args:
         compressor: Keeps the relevant documents; by default an `RSRankCompressor`.
@@ -272,7 +269,9 @@ def create_rsrank_middleware(
 
     def passages(request: Any, message: Any) -> list[Document]:
         """The passages of a tool's answer; empty if the answer is not to be pruned."""
-        if not isinstance(message, ToolMessage) or query_key not in request.tool_call["args"]:
+        query = request.tool_call["args"].get(query_key)
+        has_query = isinstance(query, str) and query.strip()
+        if not isinstance(message, ToolMessage) or not has_query:
             return []
         artifact = message.artifact
         if isinstance(artifact, list) and all(isinstance(one, Document) for one in artifact):

@@ -76,11 +76,11 @@ def differences(path: Path, description: Mapping[str, Any]) -> list[str]:
     if not path.exists():
         write_text(path, text)
     before = json.loads(path.read_text(encoding="utf-8"))
-    different = []
-    for name, value in json.loads(text).items():
-        if before.get(name) != value:
-            different.append(f"{name}: {before.get(name)!r} there, {value!r} wanted")
-    return different
+    return [
+        f"{name}: {before.get(name)!r} there, {value!r} wanted"
+        for name, value in json.loads(text).items()
+        if before.get(name) != value
+    ]
 
 
 @contextmanager

@@ -183,7 +183,7 @@ class Reranker(ABC):
     def parts(self, documents: Sequence[str], **options: Unpack[ReadingOptions]) -> list[str]:
         """The texts that `rank` scores for documents, each once, for `RSRank.index`.
 
-        Texts of white space are left out, because `rank` gives them `BLANK_SCORE` without the model.
+        Texts of white space are left out, because they get `BLANK_SCORE` without the model.
         """
         reading = Reading.of(options, self.long_documents)
         parts = dict[str, None]()
@@ -274,6 +274,8 @@ def as_pairs(pairs: Iterable[PairLike]) -> list[Pair]:
             raise InputError(f"Pair {place} must be (query, document), got {pair!r:.60}.")
         check_text("A query", pair.query)
         check_text(f"Document {place}", pair.document)
+        if pair.max_tokens is not None:
+            check_count("max_tokens", pair.max_tokens, 1)
         result.append(pair)
     return result
 

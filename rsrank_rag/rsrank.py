@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from copy import copy
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -82,7 +83,7 @@ class RSRank(Pretrained, Reranker):
         config: RSRankConfig,
         *,
         token_budget: int | None = None,
-        prefix_cache: Choice | CachedPrefixes = True,
+        prefix_cache: Choice = True,
         deterministic: bool = False,
     ) -> None:
         if token_budget is not None:
@@ -94,10 +95,12 @@ class RSRank(Pretrained, Reranker):
         self.name = config.backbone.name
         self.threshold = config.threshold
         self.labelled_data = config.training.data
-        if not isinstance(prefix_cache, CachedPrefixes):
-            prefix_cache = _open_cache(prefix_cache, backbone, config)
-        self.cache = prefix_cache
-        self.reader = ShiftReader(self.backbone, prompts, config.layers, self.cache)
+        settings = as_prefix_cache(prefix_cache)
+        tiers = PrefixTiers(settings, device=backbone.device, dtype=backbone.dtype)
+        # Only a folder can hold prefixes of other models. Without one, the weights are not hashed.
+        identity = prefix_identity(backbone, config) if tiers.disk is not None else {}
+        self.cache = CachedPrefixes(identity, tiers, "" if settings is None else settings.salt)
+        self.reader = ShiftReader(backbone, prompts, config.layers, self.cache)
         self.token_budget = token_budget or token_budget_for(backbone.device)
         if deterministic:
             # One row a batch: no number depends on the other rows.
@@ -154,11 +157,10 @@ class RSRank(Pretrained, Reranker):
                     self._run(batches, places, scores)
         except DoesNotFitError as error:
             raise too_large(len(error.ids.document), places[error.ids][0]) from None
-        result = []
-        for score, (query, document) in zip(scores, tokenised, strict=True):
-            tokens = len(query.ids) + len(document.ids)
-            result.append(Scored(score, document.truncated, tokens))
-        return result
+        return [
+            Scored(score, document.truncated, len(query.ids) + len(document.ids))
+            for score, (query, document) in zip(scores, tokenised, strict=True)
+        ]
 
     def fit_query(self, query: str) -> str:
         """See `Reranker.fit_query`."""
@@ -250,14 +252,13 @@ class RSRank(Pretrained, Reranker):
             try:
                 with self.backbone.inference():
                     parts = score_rows(self.reader, self.projection, [row])
-                score = float(parts[0][0])
+                score = finite(float(parts[0][0]), 0)
                 terms = to_numpy(parts[1][0]).transpose(2, 0, 1)
                 similarity = to_numpy(parts[2][0])
             except (MemoryError, RuntimeError) as error:
                 if not is_out_of_memory(error):
                     raise
                 raise too_large(len(prompt.ids), 0) from None
-            score = finite(score, 0)
         return Explanation(
             query=query,
             document=document,
@@ -275,7 +276,7 @@ class RSRank(Pretrained, Reranker):
         """See `Reranker.with_salt`. The ranker shares the model and B."""
         view = copy(self)
         view.cache = self.cache.with_salt(salt)
-        view.reader = ShiftReader(self.backbone, self.prompts, self.config.layers, view.cache)
+        view.reader = replace(self.reader, cache=view.cache)
         return view
 
     def index(self, documents: Sequence[str], *, show_progress: bool = False) -> int:
@@ -328,11 +329,3 @@ class RSRank(Pretrained, Reranker):
         if not self.cache.tiers.is_on:
             return {}
         return self.cache.tiers.stats()
-
-
-def _open_cache(choice: Choice, backbone: "LanguageModel", config: RSRankConfig) -> CachedPrefixes:
-    settings = as_prefix_cache(choice)
-    tiers = PrefixTiers(settings, device=backbone.device, dtype=backbone.dtype)
-    # Only a folder can hold prefixes of other models. Without one, the weights are not hashed.
-    identity = prefix_identity(backbone, config) if tiers.disk is not None else {}
-    return CachedPrefixes(identity, tiers, "" if settings is None else settings.salt)

@@ -365,12 +365,8 @@ class RerankerAdapter(ModelAdapter):
 
         Sentences are scored by themselves, so metadata are not read with them.
         """
-        if self.extract:
-            return [text for _, text in documents]
-        texts = []
-        for metadata, text in documents:
-            texts.append(lines_before(text, metadata, self.metadata_fields) + text)
-        return texts
+        fields = () if self.extract else self.metadata_fields
+        return [lines_before(text, metadata, fields) + text for metadata, text in documents]
 
     def _outputs(self, result: RankResult, texts: Sequence[str]) -> Iterator[OutputDocument]:
         """What a call returns, best first. ``texts`` are the documents' texts without metadata."""

@@ -130,5 +130,5 @@ def content_digest(text: str) -> str:
     The digest is taken from the file as written, so that a field with a default that a later
     version adds does not change it.
     """
-    content = json.dumps(json.loads(text), sort_keys=True, ensure_ascii=True)
+    content = json.dumps(json.loads(text), sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()

@@ -93,7 +93,7 @@ def download(
 def is_folder(name: str | Path) -> bool:
     """Whether a name is that of a local folder."""
     try:
-        return bool(str(name)) and Path(name).is_dir()
+        return bool(name) and Path(name).is_dir()
     # The name is too long for a path, or a parent folder may not be read.
     except (OSError, ValueError):
         return False

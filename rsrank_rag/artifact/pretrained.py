@@ -5,9 +5,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from pydantic import ValidationError
 from typing_extensions import Self
 
-from ..errors import ArtifactError, needs_torch
+from ..errors import ArtifactError, needs_torch, problems_of
 from ..language_model.options import LoadOptions, ModelSource
 from ..method.template import PromptTokenizer, Template
 from ..partial_files import replacing
@@ -169,26 +170,30 @@ class Pretrained(ABC):
             BackboneError: The language model cannot be loaded or read.
             ArtifactError: B's shape does not fit it.
         """
+        name = str(name)
         load = options or LoadOptions()
         template = template or Template()
         core, prompts = open_model(
-            str(name),
+            name,
             revision,
             load,
             last_layer=projection.layers[-1],
             template=template,
             fusion_layer=fusion_layer,
         )
-        files = hashes(folder_of(str(name), revision, load.cache_dir))
-        config = RSRankConfig(
-            backbone=describe(core, prompts, str(name), revision, files),
-            layers=projection.layers,
-            projection_dim=projection.weight.shape[2],
-            fusion_layer=fusion_layer,
-            template=template,
-            training=training or TrainingRecord(),
-            license=license,
-        )
+        files = hashes(folder_of(name, revision, load.cache_dir))
+        try:
+            config = RSRankConfig(
+                backbone=describe(core, prompts, name, revision, files),
+                layers=projection.layers,
+                projection_dim=projection.weight.shape[2],
+                fusion_layer=fusion_layer,
+                template=template,
+                training=training or TrainingRecord(),
+                license=license,
+            )
+        except ValidationError as error:
+            raise ArtifactError(f"B does not fit {name}: {problems_of(error)}.") from None
         if tuple(projection.weight.shape) != config.shape:
             raise ArtifactError(
                 f"B has shape {tuple(projection.weight.shape)}, but {core.name} needs "

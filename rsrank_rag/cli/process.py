@@ -1,16 +1,14 @@
 """Settings of a process that belongs to a command, never to a host application."""
 
 import logging
-import math
 import os
 import sys
-from pathlib import Path
 
 from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
 
-logger = logging.getLogger(__name__)
+from ..language_model.cores import usable_cores
 
-CGROUP = Path("/sys/fs/cgroup")
+logger = logging.getLogger(__name__)
 
 # Environment variables that a command sets unless its user did. Processes that it starts inherit
 # them.
@@ -26,19 +24,6 @@ DEFAULTS = {
     "TRANSFORMERS_VERBOSITY": "error",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
 }
-
-
-def usable_cores(cgroup: Path = CGROUP) -> int:
-    """The cores that this process is bound to, but at most its container's quota, rounded up."""
-    cores = os.cpu_count() or 1
-    if hasattr(os, "sched_getaffinity"):
-        cores = len(os.sched_getaffinity(0))
-    try:
-        quota, period = (cgroup / "cpu.max").read_text().split()
-        return max(1, min(cores, math.ceil(int(quota) / int(period))))
-    # There is no control group of version 2, or its quota is "max".
-    except (OSError, ValueError):
-        return cores
 
 
 def hide_library_progress() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import BaseModel, Field, StrictBool, ValidationError
 
 from ..errors import InputError, problems_of
-from ..passages.titles import with_title
+from ..passages.titles import lines_before
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ class LabelledDocument(BaseModel, frozen=True):
 
     def content(self) -> str:
         """What a reranker reads: the text, with the title on a line before it if there is one."""
-        return with_title(self.text, self.title)
+        return lines_before(self.text, {"title": self.title}, ("title",)) + self.text
 
 
 class LabelledQuery(BaseModel, frozen=True):

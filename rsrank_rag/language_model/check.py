@@ -30,6 +30,7 @@ SAMPLE = 64
 MEMORY_ADVICE = "It needs more memory: load it in 8-bit or 4-bit, or on another device."
 
 
+@torch.no_grad()
 def open_backbone(
     model: PreTrainedModel,
     last_layer: int | None = None,
@@ -73,7 +74,6 @@ def _refuse(core: Backbone, problem: str) -> NoReturn:
     raise BackboneError(f"{core.name} {problem} {ADVICE}")
 
 
-@torch.no_grad()
 def _tested(core: Backbone) -> Backbone:
     """The same model with what is known of it, after these checks.
 
@@ -106,7 +106,6 @@ def _tested(core: Backbone) -> Backbone:
     return tested
 
 
-@torch.no_grad()
 def _with_fusion(core: Backbone, layer: int) -> Backbone:
     """The same model with a fusion layer.
 
@@ -119,8 +118,7 @@ def _with_fusion(core: Backbone, layer: int) -> Backbone:
             "Choose a lower one."
         )
     ids = _trial_ids(core)
-    model = split_at(core.model, layer)
-    fused = replace(core, model=model, fusion_layer=layer)
+    fused = replace(core, model=split_at(core.model, layer), fusion_layer=layer)
     read: dict[int, Tensor] = {}
     fused.query_values([ids], fused.prefill([ids[:DOCUMENT_TOKENS]], TOKENS), read.__setitem__)
     # In the fusion layer, the values of queries do not depend on the document yet.

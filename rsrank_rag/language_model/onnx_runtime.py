@@ -22,6 +22,7 @@ from ..errors import BackboneError, MissingDependencyError, pip_install
 from ..method.batches import Ids
 from ..method.language_model import LanguageModel
 from ..method.prefix import Prefix, Prefixes, Show, pooled
+from .cores import usable_cores
 from .onnx_graph import HIDDEN, ZERO, Encoder, Graph, Parameters
 from .options import ENCODER_FILES
 from .quantisation import Numbers, fixed_parameters, ranges
@@ -67,9 +68,9 @@ class Session:
 
 
 def thread_count() -> int:
-    """``OMP_NUM_THREADS``, as for torch, or the number of processors."""
+    """Threads of a session: ``OMP_NUM_THREADS`` if it is a positive number, else `usable_cores`."""
     number = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
-    return int(number) if number.isdecimal() and int(number) else os.cpu_count() or 1
+    return int(number) if number.isdecimal() and int(number) else usable_cores()
 
 
 @cache
@@ -231,9 +232,9 @@ class OnnxBackbone(LanguageModel):
         """See `LanguageModel.query_values`."""
         entering = self._entering(tuple(queries))
         rows = np.array(query_of_row or [0] * len(prefixes))
-        lengths = np.array(list(map(len, queries)))
+        lengths = list(map(len, queries))
         document = np.arange(prefixes.keys[0].shape[2]) < np.array(prefixes.lengths)[:, None]
-        query = np.arange(entering.shape[1]) < lengths[rows][:, None]
+        query = np.arange(entering.shape[1]) < np.array(lengths)[rows][:, None]
         seen = np.concatenate([document, query], axis=1)[:, None, None]
         feeds = {"entering": entering, "query": rows, "mask": np.where(seen, ZERO, HIDDEN)}
         for number, layer in enumerate(range(self.fusion_layer, self.last_layer)):
@@ -241,7 +242,7 @@ class OnnxBackbone(LanguageModel):
             feeds[f"v{layer}"] = prefixes.values[number]
         for number, values in enumerate(self._sessions.queries.run(feeds)):
             show(self.fusion_layer + number, values)
-        return pooled(entering, lengths.tolist()) if self.fusion_layer else np.empty(0)
+        return pooled(entering, lengths) if self.fusion_layer else np.empty(0)
 
     def _entering_of(self, queries: tuple[Ids, ...]) -> Numbers:
         """What enters the fusion layer of each query alone, (Q, T, C)."""

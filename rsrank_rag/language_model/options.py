@@ -6,7 +6,6 @@ are made before anything is loaded.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -22,7 +21,7 @@ from pydantic import (
 from typing_extensions import Self
 
 from ..errors import InputError, pip_install, problems_of
-from ..prefixes.settings import Choice
+from ..prefixes.settings import Choice, as_text
 
 if TYPE_CHECKING:
     import torch
@@ -35,12 +34,10 @@ ENCODER_FILES = ["config.json", "model.safetensors", "tokenizer.json", "tokenize
 
 
 def _as_name(value: Any) -> Any:
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
     # A device or a dtype, for whose check torch need not be imported.
     if type(value).__module__.partition(".")[0] == "torch":
         return str(value).removeprefix("torch.")
-    return value
+    return as_text(value)
 
 
 # A text that users may also pass as a path, a device or a dtype.

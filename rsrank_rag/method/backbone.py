@@ -165,7 +165,8 @@ class Backbone(LanguageModel):
         query_of_row: Sequence[int] | None = None,
     ) -> Tensor:
         """See `LanguageModel.query_values`."""
-        longest = max(len(query) for query in queries)
+        lengths = [len(query) for query in queries]
+        longest = max(lengths)
         if longest > prefixes.query_slots:
             raise ValueError(
                 f"The prefixes have {prefixes.query_slots} query slots for {longest} query tokens."
@@ -173,7 +174,6 @@ class Backbone(LanguageModel):
         index = torch.tensor(query_of_row or [0] * len(prefixes), device=self.device)
         ids = self._padded(queries)[index]
         positions = torch.arange(longest, device=self.device)
-        lengths = [len(query) for query in queries]
         valid = positions < self._column(lengths)[index]  # (N, T)
         if self.causal:
             positions = positions + self._column(prefixes.lengths)

@@ -153,6 +153,6 @@ class Weights(ByLayer):
 
     def state_dict(self) -> Mapping[str, Any]:
         """The arrays by name."""
-        arrays = {"weight": self.weight, "head_weight": self.head_weight}
-        arrays["agreement"] = self.agreement
-        return {name: array for name, array in arrays.items() if array is not None}
+        arrays = {name: array for name, array in vars(self).items() if array is not None}
+        del arrays["layers"]
+        return arrays

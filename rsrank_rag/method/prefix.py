@@ -91,9 +91,9 @@ class Prefixes:
         """
         slots = padded_length(query_slots)
         lengths = tuple(len(prefix) for prefix in prefixes)
-        _, layers, heads, _, dim = prefixes[0].states.shape
-        size = (2, layers, len(prefixes), heads, slots + padded_length(max(lengths)), dim)
         first = prefixes[0].states
+        _, layers, heads, _, dim = first.shape
+        size = (2, layers, len(prefixes), heads, slots + padded_length(max(lengths)), dim)
         xp = namespace(first)
         states = xp.empty(size, dtype=first.dtype, device=first.device)
         # Fresh memory may hold NaN, and a masked NaN is still NaN.

@@ -119,9 +119,7 @@ class Recorder(Probe):
         if layer_idx < self.fusion:
             if not self.pads_keys:
                 return key_states, value_states
-            width = self.padded_longest
-            keys = _padded(key_states, self.longest, width)
-            return keys, _padded(value_states, self.longest, width)
+            return self._padded(key_states), self._padded(value_states)
         keys = self._with_extra_rows(key_states, 0, layer_idx)
         values = self._with_extra_rows(value_states, 1, layer_idx)
         self.keys.append(keys)
@@ -137,8 +135,23 @@ class Recorder(Probe):
 
     def _with_extra_rows(self, states: Tensor, part: int, layer: int) -> Tensor:
         extra = [prefix.states[part, layer - self.fusion] for prefix in self.extra_rows]
-        width = self.query_slots + self.padded_longest
-        return _padded(states, self.longest, width, self.query_slots, extra)
+        return self._padded(states, self.query_slots, extra)
+
+    def _padded(
+        self, states: Tensor, query_slots: int = 0, extra_rows: Sequence[Tensor] = ()
+    ) -> Tensor:
+        """Keys or values (N, H, S, D) with query slots, extra rows and zeros as padding.
+
+        The result has the shape (N + extra rows, H, query slots + padded length, D).
+        """
+        rows, heads, _, dim = states.shape
+        width = query_slots + self.padded_longest
+        # Zeros, because fresh memory may hold NaN, and a masked NaN is still NaN.
+        padded = states.new_zeros(rows + len(extra_rows), heads, width, dim)
+        padded[:rows, :, query_slots : query_slots + self.longest] = states[:, :, : self.longest]
+        for row, extra in enumerate(extra_rows, start=rows):
+            padded[row, :, query_slots : query_slots + extra.shape[1]] = extra
+        return padded
 
     def prefixes(self) -> Prefixes:
         """The recorded prefixes, and the extra rows below them."""
@@ -186,25 +199,3 @@ class Reader(Probe):
         keys[:, :, :count] = key_states
         values[:, :, :count] = value_states
         return keys, values
-
-
-def _padded(
-    states: Tensor,
-    longest: int,
-    width: int,
-    query_slots: int = 0,
-    extra_rows: Sequence[Tensor] = (),
-) -> Tensor:
-    """Keys or values (N, H, S, D) with slots, extra rows and padding, (N + extra, H, width, D)."""
-    rows, heads, _, dim = states.shape
-    end = query_slots + longest
-    padded = states.new_empty(rows + len(extra_rows), heads, width, dim)
-    padded[:rows, :, query_slots:end] = states[:, :, :longest]
-    # Fresh memory may hold NaN, and a masked NaN is still NaN.
-    padded[:, :, :query_slots] = 0
-    padded[:rows, :, end:] = 0
-    for row, extra in enumerate(extra_rows, start=rows):
-        stop = query_slots + extra.shape[1]
-        padded[row, :, query_slots:stop] = extra
-        padded[row, :, stop:] = 0
-    return padded

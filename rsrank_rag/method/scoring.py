@@ -51,27 +51,21 @@ class Row:
         return len(self.document)
 
 
+@dataclass(eq=False)
 class ShiftReader:
     """Reads shifts. Scoring and training both read here, so that B is used as it was trained.
 
-    Args:
+    Attributes:
         backbone: The frozen language model.
         prompts: Its tokenizer with the artifact's template.
         layers: The layers to read.
         cache: The prefix cache; None runs the document of every row.
     """
 
-    def __init__(
-        self,
-        backbone: LanguageModel,
-        prompts: PromptTokenizer,
-        layers: Sequence[int],
-        cache: CachedPrefixes | None = None,
-    ) -> None:
-        self.backbone = backbone
-        self.prompts = prompts
-        self.layers = frozenset(layers)
-        self.cache = cache
+    backbone: LanguageModel
+    prompts: PromptTokenizer
+    layers: Sequence[int]
+    cache: CachedPrefixes | None = None
 
     def read(self, rows: Sequence[Row], consume: Consume) -> Array:
         """Give the shifts of a batch to ``consume``, one layer after the other.

@@ -169,12 +169,15 @@ class PromptTokenizer:
             raise InputError(
                 f"The template scores its suffix, but {template.suffix!r} has no tokens."
             )
-        self.overhead = len(self.instruction) + len(self.separator)
+        # Ids of the template before the query, without a document.
+        self.null_prefix = self.instruction + self.separator
+        self.overhead = len(self.null_prefix)
         self.after_document = len(self.separator)
-        if max_length <= self.overhead + len(self._suffix):
+        if self.query_limit < 1 or max_length <= self.overhead:
+            taken = self.overhead + len(self._query_start) + len(self._suffix)
             raise InputError(
-                f"max_length={max_length} leaves no room for a document: the template alone has "
-                f"{self.overhead + len(self._suffix)} tokens. Raise it."
+                f"max_length={max_length} leaves no room for a document and a query: the template "
+                f"alone has {taken} tokens. Give a larger max_length."
             )
 
     def _template_ids(self, text: str) -> tuple[int, ...]:
@@ -185,11 +188,6 @@ class PromptTokenizer:
     def vocabulary(self) -> int:
         """The number of token ids."""
         return int(self._text.get_vocab_size())
-
-    @property
-    def null_prefix(self) -> tuple[int, ...]:
-        """Ids of the template before the query, without a document."""
-        return self.instruction + self.separator
 
     def document_limit(self, query_length: int) -> int:
         """Tokens that a document may have with a query of so many tokens."""
@@ -220,8 +218,7 @@ class PromptTokenizer:
         known = self._recent
         missing = [text for text in dict.fromkeys(documents) if text not in known]
         encoded = self.encode_beginnings(missing, self.document_limit(0))
-        new = dict(zip(missing, encoded, strict=True))
-        known = known | new
+        known = known | dict(zip(missing, encoded, strict=True))
         self._recent = dict([*known.items()][-RECENT_DOCUMENTS:])
         return [known[text] for text in documents]
 

@@ -188,9 +188,8 @@ def windows(text: str, ends: Sequence[int], limit: int) -> list[Span]:
             last = cuts[place - 1]
         spans.append(stripped(text, start, ends[last - 1]))
         # The next window begins with the first sentence that it may repeat.
-        cut = cuts[bisect_left(cuts, last - shared)]
-        first = cut
-        if cut > last:
+        first = cuts[bisect_left(cuts, last - shared)]
+        if first > last:
             first = last - shared
         start = ends[first - 1]
     spans.append(stripped(text, start, len(text)))

@@ -106,9 +106,7 @@ class RankResult:
 
         When only ranked (``threshold`` None), true only if no document has text.
         """
-        if self.best_score is None:
-            return True
-        return self.threshold is not None and self.best_score <= self.threshold
+        return self.best_score is None or not passes(self.best_score, self.threshold)
 
     def __len__(self) -> int:
         return len(self.kept)
@@ -197,10 +195,9 @@ def _with_excerpts(
     reading: Reading,
 ) -> RankedDocument:
     """A kept document with its relevant sentences: at least the best, even below the threshold."""
-    limit = -math.inf if threshold is None else threshold
     hits: list[float] = []
     for place, sentence in enumerate(sentences):
-        if sentence.score > limit or sentence.score == document.score:
+        if passes(sentence.score, threshold) or sentence.score == document.score:
             hits.append(place)
     hits.append(math.inf)
     kept = []

@@ -64,7 +64,7 @@ def report(lines: Iterable[str]) -> dict[str, float]:
     for line in lines:
         if "shadow" not in line:
             continue
-        text = line[line.find("{") :]
+        text = "".join(line.partition("{")[1:])
         try:
             # The service's log has the line as the message of a line of its own.
             text = json.loads(text).get("message", text)

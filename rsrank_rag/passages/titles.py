@@ -4,17 +4,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 
-def with_title(text: str, title: str | None) -> str:
-    r"""The title on a line of its own, then the text: the form that `mini` was trained with.
-
-    A text that begins with its title, or that has none, stays as it is.
-
-    >>> with_title("Coins and notes.", "Money")
-    'Money\nCoins and notes.'
-    """
-    return lines_before(text, {"title": title}, ("title",)) + text
-
-
 def lines_before(text: str, metadata: Mapping[str, Any], fields: Sequence[str]) -> str:
     r"""What is read before a text: the values of metadata fields, one a line.
 

@@ -11,7 +11,7 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,13 +53,13 @@ class Statistics:
     disk_limit: int = 0
 
 
+@dataclass
 class _Memory:
-    """The prefixes that were used last, in so many bytes. The caller holds a lock."""
+    """The prefixes that were used last, in at most ``limit`` bytes. The caller holds a lock."""
 
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.bytes = 0
-        self.entries: OrderedDict[str, Prefix] = OrderedDict()
+    limit: int
+    bytes: int = 0
+    entries: OrderedDict[str, Prefix] = field(default_factory=OrderedDict)
 
     def get(self, key: str) -> Prefix | None:
         prefix = self.entries.get(key)
@@ -105,7 +105,13 @@ class PrefixTiers:
         settings = settings or PrefixCache(device=0)
         self.disk: Disk | None = None
         if settings.folder is not None:
-            self.disk = _open_disk(settings.folder, settings.disk)
+            try:
+                self.disk = Disk(Path(settings.folder), settings.disk)
+            except OSError as error:
+                raise InputError(
+                    f"Prefixes cannot be cached in {settings.folder!r}: {error}. "
+                    "Give another folder."
+                ) from error
         limit = _default_bytes(device) if settings.device is None else settings.device
         self.on_device = _Memory(limit)
         self.counts = Statistics()
@@ -295,34 +301,21 @@ class CachedPrefixes:
 
 
 def check_room(disk: Disk, backbone: "LanguageModel", documents: Collection[Ids]) -> None:
-    """InputError if the prefixes of all documents take more bytes than the folder may hold."""
-    size = disk_bytes(backbone, documents)
+    """InputError if the prefixes of all documents take more bytes than the folder may hold.
+
+    A prefix takes 8 bits a number, a 16-bit scale for each token and head, and `Prefix.pooled`. The
+    headers of the files are not counted.
+    """
+    layers = backbone.last_layer - backbone.fusion_layer
+    token = 2 * layers * backbone.num_heads * (backbone.head_dim + 2)
+    pooled = 4 * backbone.hidden_size if backbone.fusion_layer else 0
+    size = sum(len(ids) for ids in documents) * token + len(documents) * pooled
     if size > disk.limit:
         raise InputError(
             f"The prefixes take {size / 1e9:.2f} GB and the folder may hold "
             f"{disk.limit / 1e9:.2f} GB: the first would leave before the last is written. "
             "Raise disk=, or index fewer documents."
         )
-
-
-def disk_bytes(backbone: "LanguageModel", documents: Collection[Ids]) -> int:
-    """Bytes that the documents' prefixes will take on disk, without the headers of the files.
-
-    That is 8 bits a number, a 16-bit scale for each token and head, and `Prefix.pooled`.
-    """
-    layers = backbone.last_layer - backbone.fusion_layer
-    token = 2 * layers * backbone.num_heads * (backbone.head_dim + 2)
-    pooled = 4 * backbone.hidden_size if backbone.fusion_layer else 0
-    return sum(len(ids) for ids in documents) * token + len(documents) * pooled
-
-
-def _open_disk(folder: str, limit: int) -> Disk:
-    try:
-        return Disk(Path(folder), limit)
-    except OSError as error:
-        raise InputError(
-            f"Prefixes cannot be cached in {folder!r}: {error}. Give another folder."
-        ) from error
 
 
 def _default_bytes(device: Any) -> int:

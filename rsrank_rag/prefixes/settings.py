@@ -40,11 +40,12 @@ def as_bytes(size: Any) -> int:
 Size = Annotated[int, BeforeValidator(as_bytes)]
 
 
-def _as_text(folder: Any) -> Any:
-    return os.fspath(folder) if isinstance(folder, os.PathLike) else folder
+def as_text(path: Any) -> Any:
+    """A path as text; any other value as it is."""
+    return os.fspath(path) if isinstance(path, os.PathLike) else path
 
 
-Folder = Annotated[str, BeforeValidator(_as_text), Field(min_length=1)]
+Folder = Annotated[str, BeforeValidator(as_text), Field(min_length=1)]
 
 
 class PrefixCache(BaseModel, extra="forbid", frozen=True):

@@ -80,6 +80,12 @@ async def test_text_is_pruned_only_of_tools_that_are_named(asynchronous):
     assert other.content == "\n\n".join(TEXTS)
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+async def test_the_answer_to_a_blank_query_reaches_the_agent_as_it_is(asynchronous):
+    message = await answer(search, asynchronous, query=" ")
+    assert message.content == "\n\n".join(TEXTS)
+
+
 async def test_a_tools_error_reaches_the_agent_as_it_is():
     with pytest.raises(ValueError, match="the index is gone"):
         await answer(fails, False, tools=["fails"])

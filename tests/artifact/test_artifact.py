@@ -1009,6 +1009,16 @@ def test_an_artifact_can_be_read_by_other_users(saved):
     ).stat().st_mode
 
 
+@pytest.mark.parametrize("layers", [(0, 1), (2, 1)])
+def test_a_projection_of_layers_that_cannot_be_read_is_an_error_of_ours(tiny_folder, layers):
+    with pytest.raises(ArtifactError, match=r"B does not fit .*: layers must "):
+        RSRank.from_backbone(
+            tiny_folder("qwen3"),
+            rsrank_rag.Projection.random(layers, 2, 8, 16),
+            options=LoadOptions(device="cpu", local_files_only=True),
+        )
+
+
 def test_the_error_of_a_missing_package_gives_the_pip_command():
     error = MissingDependencyError("It needs that.", "eval")
     assert str(error) == (

@@ -20,6 +20,7 @@ from rsrank_rag.errors import (
     pip_install,
 )
 from rsrank_rag.language_model import onnx_runtime
+from rsrank_rag.language_model.cores import usable_cores
 from rsrank_rag.language_model.onnx_graph import Graph
 from rsrank_rag.language_model.options import LoadOptions
 from rsrank_rag.language_model.quantisation import (
@@ -263,7 +264,10 @@ def test_the_number_of_threads_is_that_of_openmp(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "3,1")
     assert onnx_runtime.thread_count() == 3
     monkeypatch.setenv("OMP_NUM_THREADS", "")
-    assert onnx_runtime.thread_count() == os.cpu_count()
+    assert onnx_runtime.thread_count() == usable_cores()
+    # A process that is bound to one core has one thread.
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {0}, raising=False)
+    assert onnx_runtime.thread_count() == 1
 
 
 @pytest.mark.parametrize(

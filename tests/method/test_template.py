@@ -330,6 +330,20 @@ def test_a_template_that_scores_a_suffix_it_lacks_is_refused():
         prompts(Template(positions="suffix"))
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_every_length_that_is_accepted_has_room_for_a_query_and_a_document(shared):
+    template = Template(instruction="a", separator="b", query_start="c", suffix="d")
+    # Four tokens of the template, one of the query and one of the document share the positions.
+    shortest = 6 if shared else 3
+    for length in range(1, shortest):
+        with pytest.raises(InputError, match=f"max_length={length} leaves no room"):
+            prompts(template, max_length=length, shared_positions=shared)
+    for length in range(shortest, 9):
+        made = prompts(template, max_length=length, shared_positions=shared)
+        query = made.query(made.fit_query("a"))
+        assert made.documents(["It is."], len(query.ids))[0].ids
+
+
 def test_unknown_fields_and_positions_are_refused():
     with pytest.raises(ValueError, match="prefix"):
         Template(prefix="x")

@@ -263,3 +263,14 @@ def test_the_default_template_can_be_scored_in_pairs(tiny_folder):
     )
     pairs = [Pair(QUERIES[i % 3], f"{i} {text}") for i, text in enumerate(DOCUMENTS)]
     assert together(ranker, pairs) == pytest.approx(one_by_one(ranker, pairs), abs=EXACT)
+
+
+@pytest.mark.parametrize("count", [0, -3, 1.5, True])
+def test_a_limit_of_tokens_below_one_is_refused(tiny_ranker, count):
+    ranker = tiny_ranker("qwen3")
+    for call in (
+        lambda: ranker.score_pairs([Pair(QUERY, "text", max_tokens=count)]),
+        lambda: ranker.explain(QUERY, "text", count),
+    ):
+        with pytest.raises(InputError, match="max_tokens must be a whole number of at least 1"):
+            call()

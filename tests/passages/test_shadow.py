@@ -103,6 +103,8 @@ def test_the_report_adds_up_what_was_logged(caplog, tmp_path):
     log_shadow(RankResult("q", -math.inf, (RankedDocument(0, "a", 1.0),), ()))
     log = tmp_path / "app.log"
     lines = [f"2026-01-01 INFO {record.message}" for record in caplog.records]
+    # A last line with neither a brace nor a line break.
+    assert report(["shadow 5"])["calls"] == 0
     foreign = ['{"shadow": true}', '{"message": ["shadow"]}', '{"message": "{\\"shadow\\": 5}"}']
     text = "\n".join(["started", *lines, "{shadow", *foreign])
     log.write_text(text, encoding="utf-8")
