@@ -92,7 +92,7 @@ def too_large(tokens: int, index: int) -> ScoringError:
 
 
 class RemoteError(RSRankError):
-    """A service that could not be reached, was not ready in time, or answered what cannot be used.
+    """A service that could not be reached, was not ready in time, or gave an unusable answer.
 
     Attributes:
         status: HTTP's status; None if there was no answer.
@@ -144,11 +144,15 @@ def required(module: str, message: str, extra: str) -> Any:
 
 @contextmanager
 def needs(message: str, extra: str, *modules: str) -> Iterator[None]:
-    """A block that imports optional packages.
+    """A context manager for imports of optional packages.
+
+    Args:
+        message: What needs the packages. ``{}`` stands for the name of the missing module.
+        extra: The extra that installs the packages; empty if the message says how.
+        *modules: Top-level modules that may be missing. Others raise ModuleNotFoundError.
 
     Raises:
-        MissingDependencyError: One of ``modules`` is missing; its name replaces ``{}`` in the
-            message.
+        MissingDependencyError: One of ``modules`` is missing.
     """
     try:
         yield

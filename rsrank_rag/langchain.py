@@ -43,9 +43,10 @@ MISSPELLING = 0.85
 class RSRankCompressor(RerankerAdapter, BaseDocumentCompressor):
     """Keeps the documents that score above zero, best first.
 
-    It returns copies with their score in the metadata; the input does not change. A
-    title in the metadata is read as part of the document. Each call is a run in LangChain's
-    callbacks, whose outputs are the documents, the threshold and the scores of dropped documents.
+    A call returns copies with their score in the metadata; the input does not change. A title in
+    the metadata is read as part of the document. Each call is a run in LangChain's callbacks. The
+    outputs of the run are the documents, the threshold, the scores of dropped documents and the
+    name of the model.
 
     >>> compressor = RSRankCompressor(model="mini", top_n=5)
     >>> compressor.compress_documents([], "Nothing to do, nothing loaded")
@@ -72,8 +73,11 @@ class RSRankCompressor(RerankerAdapter, BaseDocumentCompressor):
             **limits: ``threshold``, ``top_n`` and ``min_docs`` for this call only.
 
         Raises:
-            InputError: The query is empty or too long, or a limit is out of range.
+            InputError: The query is empty, or too long with ``long_queries="error"``, or a limit
+                is out of range.
             ScoringError: A document could not be scored; its position is given.
+            RSRankError: The model cannot be loaded, or the service cannot be used.
+            TypeError: A keyword is not the name of a limit.
         """
         documents = list(documents)
         manager = get_callback_manager_for_config(ensure_config({"callbacks": callbacks}))
@@ -142,9 +146,13 @@ class RSRankCompressor(RerankerAdapter, BaseDocumentCompressor):
 class RSRankRetriever(BaseRetriever, extra="forbid"):
     """A retriever with a compressor after it: retrieve many documents, keep the relevant ones.
 
-    Of the keywords given to ``invoke``, the compressor gets ``threshold``, ``top_n`` and
-    ``min_docs``, and the base retriever gets the others. A keyword that neither takes is a
-    TypeError, and so is one that looks like one of the three with a typing error.
+    The compressor gets the keywords ``threshold``, ``top_n`` and ``min_docs`` of ``invoke``. The
+    base retriever gets the other keywords. A keyword that neither takes raises TypeError, and so
+    does a misspelling of one of the three.
+
+    Args:
+        base_retriever: Any retriever, or a Runnable from a query to documents.
+        compressor: Keeps the relevant documents; by default an `RSRankCompressor`.
     """
 
     base_retriever: RetrieverLike
@@ -247,10 +255,11 @@ def create_rsrank_middleware(
     nothing_relevant: str = "No passage answers this.",
     separator: str = "\n\n",
 ) -> Any:
-    """A middleware for LangChain's agents that prunes what retrieval tools return.
+    """A middleware for LangChain's agents that drops irrelevant passages of retrieval tools.
 
-    Pruned is a tool message whose artifact is a list of documents, for the query that the agent
-    gave to the tool. Other messages stay as they are, and so do answers to a blank query.
+    The middleware changes a tool message whose artifact is a list of documents. It keeps the
+    documents that are relevant to the query that the agent gave to the tool. Other messages stay as
+    they are, and so do answers to a blank query.
 
     Args:
         compressor: Keeps the relevant documents; by default an `RSRankCompressor`.

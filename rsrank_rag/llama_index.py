@@ -23,8 +23,8 @@ dispatcher = get_dispatcher(__name__)
 class RSRankPostprocessor(RerankerAdapter, BaseNodePostprocessor):
     """Keeps the nodes that score above zero, best first.
 
-    It returns copies; the input does not change. A title in the metadata is read as part
-    of the node. If no node is kept, LlamaIndex's query engines answer "Empty Response" without
+    A call returns copies; the input does not change. A title in the metadata is read as part of the
+    node. If no node is kept, LlamaIndex's query engines answer "Empty Response" without
     asking the LLM; ``min_docs=1`` always keeps one. A call raises InputError for an empty question
     or none, and ScoringError for a node that could not be scored.
 

@@ -70,13 +70,29 @@ class Reranker(ABC):
 
     @abstractmethod
     def score(self, query: str, documents: Sequence[str]) -> list[float]:
-        """The score of each document, in input order; above the threshold means relevant."""
+        """Score documents for one query.
+
+        Args:
+            query: The query.
+            documents: The documents.
+
+        Returns:
+            One finite score for each document, in input order. A score above `threshold` means
+            that the document is relevant.
+
+        Raises:
+            InputError: This reranker cannot use the query.
+            ScoringError: A document could not be scored; its position is given.
+        """
 
     def score_pairs(self, pairs: Sequence[PairLike]) -> list[Scored]:
-        """Score pairs of any queries and documents, in input order: `rank` and the service do.
+        """Score pairs of any queries and documents, in input order. `rank` and the service call it.
 
-        This method scores one query after the other. Override it to share batches between queries.
-        Plain tuples do as well: ``[("query", "document"), ...]``.
+        Documents are read whole, whatever `Pair.reading` says. This method scores one query after
+        the other. A subclass can override it to share batches between queries.
+
+        Args:
+            pairs: Pairs, or tuples: ``[("query", "document"), ...]``.
 
         Raises:
             InputError: This reranker cannot use a pair.
@@ -98,9 +114,13 @@ class Reranker(ABC):
         return [scored[place] for place in range(len(pairs))]
 
     def score_documents(self, query: str, documents: Sequence[str]) -> list[Scored]:
-        """As `score`, with how each document was read, for a reranker that can say so.
+        """Score documents for one query, and say how each document was read.
 
-        `score_pairs` calls this method once for each query.
+        `score_pairs` calls this method once for each query. A subclass overrides it to fill other
+        fields of `Scored` than the score.
+
+        Raises:
+            InputError: `score` returned more or fewer scores than there are documents.
         """
         scores = self.score(query, documents)
         return blanks_last(documents, [Scored(score) for score in scores])

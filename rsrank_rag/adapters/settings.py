@@ -259,12 +259,13 @@ class RerankerAdapter(ModelAdapter):
     """When scoring fails: raise, or keep the documents as they came, cut at top_n, with
     rsrank_error in their metadata."""
     metadata_fields: tuple[str, ...] = ("title",)
-    """Metadata that are read before the text, one value a line, unless the text begins with it."""
+    """Metadata keys whose values are read before the text, one a line. A value with which the text
+    begins is left out."""
 
     extract: Literal["sentences"] | None = None
     """'sentences': documents shrink to their sentences that score above the threshold."""
     context: int = Field(default=0, strict=True)
-    """Keep also this many sentences before and after each of them."""
+    """Keep also this many sentences before and after each kept sentence."""
     heading: bool = False
     """The first line of each document is a heading, which is kept with any of its sentences."""
     long_documents: Literal["cut", "windows"] | None = None

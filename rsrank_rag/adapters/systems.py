@@ -45,7 +45,11 @@ class Kind:
         return f"{name}[:NAME]" if self.default else name
 
     def load(self, source: ModelSource) -> Reranker:
-        """Make it from a Hub id or folder."""
+        """Make a reranker of this kind; ``source.name`` is a Hub id, a folder or a file.
+
+        Raises:
+            RSRankError: The reranker cannot be loaded.
+        """
         module, _, class_name = self.class_path.rpartition(".")
         make: Any = getattr(import_module(module), class_name)
         if self.default == "":

@@ -59,7 +59,8 @@ class RSRankConfig(BaseModel, extra="forbid", frozen=True):
     projection_dim: int = Field(gt=0)
     """P."""
     fusion_layer: int = Field(default=0, ge=0)
-    """The first layer in which queries see documents; layers above it see them as they enter it."""
+    """The first layer in which queries see documents. This layer and all above it get keys and
+    values from the states of a document that enter this layer."""
     template: Template = Template()
     max_length: int | None = Field(default=None, gt=0)
     """Positions to use, if fewer than the model has."""

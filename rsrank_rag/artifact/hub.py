@@ -71,10 +71,16 @@ def resolve(
 def download(
     name: str, revision: str | None, load: LoadOptions, files: list[str] = ENCODER_FILES
 ) -> Path:
-    """The folder of such files on the Hub, in the Hub's cache.
+    """Download files of a Hub repository into the Hub's cache, and return their folder.
+
+    Args:
+        name: ``owner/name``.
+        revision: Commit, tag or branch; None for the main branch.
+        load: Token, cache folder, and whether the network may be used.
+        files: Names or patterns of the files.
 
     Raises:
-        BackboneError: They cannot be had.
+        BackboneError: The files cannot be downloaded.
     """
     from huggingface_hub import snapshot_download
 

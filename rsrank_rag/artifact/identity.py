@@ -161,11 +161,11 @@ def check_files(
             different.append(name)
     if not different:
         return present
-    message = f"{folder}: {', '.join(different)} not as when this artifact was made (by sha256)"
+    message = f"{folder}: {', '.join(different)} changed since this artifact was made (by sha256)"
     if strict:
         raise ArtifactError(
-            f"{message}: damaged, or another revision. Download or copy the model again; or, to "
-            "use it as it is, name it: backbone=..."
+            f"{message}: damaged, or another revision. Download or copy the model again. To use "
+            "these files nevertheless, pass their folder or Hub id as backbone=..."
         )
     logger.warning("%s. Scores may differ from the artifact's.", message)
     return present
@@ -174,7 +174,18 @@ def check_files(
 def check_model(
     core: Backbone, tokenizer: PreTrainedTokenizerBase, spec: BackboneSpec, source: str
 ) -> None:
-    """Refuse another tokenizer or other value vectors than those the artifact was made with."""
+    """Compare the tokenizer and the value vectors with those that the artifact was made with.
+
+    Args:
+        core: The language model, after its trial run.
+        tokenizer: Its tokenizer.
+        spec: What the artifact recorded.
+        source: The folder or Hub id of the language model, for errors.
+
+    Raises:
+        ArtifactError: The tokenizer splits text differently, or the value vectors differ by more
+            than `TOLERANCE`.
+    """
     from ..language_model.weights import bits_of
 
     fingerprint = tokenizer_fingerprint(tokenizer)

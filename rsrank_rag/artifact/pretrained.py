@@ -79,7 +79,8 @@ class Pretrained(ABC):
             load_in_8bit: int8 weights through bitsandbytes (needs the ``8bit`` extra).
             load_in_4bit: nf4 weights through bitsandbytes (needs the ``8bit`` extra).
             max_length: Use at most this many positions; longer documents are cut.
-            token_budget: Padded tokens of documents and query in one batch.
+            token_budget: The most padded tokens of documents and queries in one batch; None for a
+                number that suits the device (`TOKEN_BUDGET`).
             prefix_cache: Where documents' prefixes are cached, so that a document that was scored
                 before is not run again. True for a share of the device's memory, a size such as
                 ``"512MB"``, a folder for memory and disk, a `PrefixCache` or its fields, or False.
@@ -91,6 +92,7 @@ class Pretrained(ABC):
             trust_remote_code: Let the model's repository run its own code.
 
         Raises:
+            InputError: An argument is out of range, or arguments exclude each other.
             ArtifactError: The artifact is missing, damaged, or belongs to another model.
             BackboneError: The language model cannot be loaded or read.
             MissingDependencyError: Quantised weights need bitsandbytes, or the language model
@@ -204,9 +206,14 @@ class Pretrained(ABC):
     def save_pretrained(self, folder: str | Path, *, include_backbone: bool = False) -> None:
         """Write the artifact completely or not at all: config, B and a model card.
 
-        With ``include_backbone``, the language model and its tokenizer are saved, too: by torch
-        without the layers after the last one that B reads, by ONNX Runtime as they are. An artifact
-        that contains its language model is always saved with it.
+        Args:
+            folder: Where to. The folder is made if it does not exist. Its other files stay.
+            include_backbone: Save the language model and its tokenizer, too: with torch without the
+                layers after the last one that B reads, with ONNX Runtime as they are. An artifact
+                that contains its language model is always saved with the language model.
+
+        Raises:
+            OSError: The folder cannot be written.
         """
         config = self.config
         with replacing(Path(folder)) as new:

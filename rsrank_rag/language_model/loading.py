@@ -157,7 +157,11 @@ def shortened(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
 
 
 def quantisation(options: LoadOptions) -> dict[str, Any]:
-    """Arguments of ``from_pretrained`` for quantised weights."""
+    """Arguments of ``from_pretrained`` for quantised weights; empty without quantisation.
+
+    Raises:
+        MissingDependencyError: bitsandbytes is not installed.
+    """
     if options.weights is None:
         return {}
     if find_spec("bitsandbytes") is None:

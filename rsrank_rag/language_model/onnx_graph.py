@@ -77,8 +77,8 @@ class Graph:
 
     Attributes:
         arrays: The arrays that the graph needs beside it.
-        outputs: What a run gives.
-        more: What a run gives if it is named.
+        outputs: Names of the outputs of every run.
+        more: Names of outputs that a run gives only on request.
     """
 
     def __init__(self) -> None:

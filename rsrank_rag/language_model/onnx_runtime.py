@@ -53,10 +53,17 @@ class Session:
         arrays.clear()
 
     def run(self, feeds: Mapping[str, Numbers], outputs: Sequence[str] = ()) -> list[Numbers]:
-        """The outputs that are named, or all.
+        """Run the graph.
+
+        Args:
+            feeds: An array for each input, by name.
+            outputs: Names of outputs; without names, `Graph.outputs`.
+
+        Returns:
+            An array for each of these outputs.
 
         Raises:
-            MemoryError: They do not fit into memory.
+            MemoryError: The run does not fit into memory.
         """
         try:
             return list(self._session.run(outputs or self.outputs, feeds))
@@ -254,7 +261,7 @@ def read_encoder_config(folder: Path) -> dict[str, Any]:
     """The encoder's config.
 
     Raises:
-        BackboneError: It is that of no encoder with GELU.
+        BackboneError: The config does not describe an encoder with GELU.
     """
     config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     if config.get("hidden_act") != "gelu" or config.get("is_decoder"):
@@ -266,7 +273,7 @@ def check_kind(model_type: str | None, name: str) -> None:
     """Refuse language models that only torch runs.
 
     Raises:
-        MissingDependencyError: It is of such a kind.
+        MissingDependencyError: ``model_type`` is not "bert".
     """
     if model_type != "bert":
         raise MissingDependencyError(

@@ -1,1 +1,4 @@
-"""The paper: template, two phases, shift, projection, score. It imports torch and errors only."""
+"""The paper's method: template, two phases, shift, projection, score.
+
+Of this package, these modules import only `errors` when they are imported.
+"""

@@ -18,7 +18,7 @@ def namespace(array: Any) -> Any:
 
 
 def cast(array: Array, dtype: str) -> Array:
-    """The array in a dtype of this name; the array itself if it has it."""
+    """The array in the dtype of this name; not a copy if the array already has this dtype."""
     kind = getattr(namespace(array), dtype)
     return array.to(kind) if hasattr(array, "to") else array.astype(kind, copy=False)
 

@@ -95,7 +95,7 @@ class Backbone(LanguageModel):
     def inference(self) -> Iterator[None]:
         """Around runs without gradients."""
         if os.getpid() != _PROCESS:
-            # Torch's other threads do not survive a fork, and it would wait for them for ever.
+            # Torch's other threads do not survive a fork, and torch would wait for them for ever.
             torch.set_num_threads(1)
         with torch.inference_mode():
             yield
@@ -103,7 +103,8 @@ class Backbone(LanguageModel):
     def frozen(self, projection: Any) -> Projection | Weights:
         """B on the model's device, without gradients.
 
-        It is a copy where B is elsewhere or has gradients, because the caller may be training B.
+        The result is a copy if B is on another device or has gradients, because the caller may be
+        training B.
         """
         frozen: Projection = projection
         if frozen.weight.requires_grad or frozen.weight.device != self.device:
@@ -138,7 +139,7 @@ class Backbone(LanguageModel):
         """The cache of a run in which each text sees itself only, and the model's arguments."""
         lengths = [len(text) for text in texts]
         longest = max(lengths)
-        # The causal mask of a single token is none at all, so that it would see padded keys.
+        # Transformers makes no causal mask for a single token, and the token would see padded keys.
         pads_keys = self.pads_keys and longest > 1 and not torch.is_grad_enabled()
         mask = None
         # In a decoder, no token sees the padding on its right, and the model's own mask is faster.

@@ -20,8 +20,8 @@ TOKEN_BUDGET = {"cuda": 16384, "cpu": 2048, "mps": 4096}
 # the batch is padding.
 SIMILAR_LENGTH = 0.7
 
-# While a batch is below this part of the budget, shorter sequences join it: there, padding costs
-# less than another run.
+# A batch takes much shorter sequences, too, while it has fewer tokens than the budget divided by
+# this number, because padding then costs less than another run.
 SMALL_BATCH = 8
 
 Item = TypeVar("Item", bound=Sized)
@@ -29,7 +29,11 @@ Item = TypeVar("Item", bound=Sized)
 
 @dataclass(eq=False)
 class DoesNotFitError(Exception):
-    """One sequence alone, ``ids`` as it was given, is too large for the memory."""
+    """A single sequence is too large for the memory.
+
+    Attributes:
+        ids: The sequence, as `Batches` got it.
+    """
 
     ids: Any
 
@@ -92,7 +96,10 @@ class Batches(Generic[Item]):
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
-        """Around the run of the current batch: the batch is done afterwards, or comes in halves.
+        """A context manager for the run of the current batch.
+
+        If the run ends, its sequences are done. If memory runs out, the error is not raised, and
+        the sequences come again in batches of at most half the size.
 
         Raises:
             DoesNotFitError: One sequence alone ran out of memory.

@@ -16,7 +16,8 @@ from typing import Any
 
 from .arrays import Array, cast, namespace
 
-# A projected shift that is shorter counts as no shift: its cosine is 0.
+# The least length by which a projected shift is divided. The cosine of a shorter shift goes to 0
+# with its length.
 EPSILON = 1e-6
 
 # Document tokens in one product. OpenBLAS, which numpy multiplies with, takes several threads from

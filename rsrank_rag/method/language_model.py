@@ -102,7 +102,10 @@ class LanguageModel(ABC):
 
     @cached_property
     def null_prefix(self) -> Callable[[Ids], Prefix]:
-        """Gives the prefix of the template without a document, token ids (S,). It is run once."""
+        """A function from token ids (S,), the template without a document, to their prefix.
+
+        A prefix is run once, and the last `NULL_PREFIXES` are remembered.
+        """
         return lru_cache(NULL_PREFIXES)(self._null_prefix)
 
     def _null_prefix(self, ids: Ids) -> Prefix:
@@ -119,7 +122,7 @@ class LanguageModel(ABC):
         return longest
 
     def inference(self) -> AbstractContextManager[object]:
-        """Around runs without gradients."""
+        """A context manager for runs without gradients."""
         return nullcontext()
 
     def frozen(self, projection: "Projection | Weights") -> "Projection | Weights":

@@ -40,7 +40,7 @@ Consume = Callable[[int, Array], object]
 class Row:
     """A document and a query as token ids, and the document's key in the prefix cache.
 
-    The cache computes a key that is empty.
+    If the key is empty, the prefix cache computes it.
     """
 
     document: Ids

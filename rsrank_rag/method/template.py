@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 # Positions that are free for the query, so that the query does not decide where a document is cut.
 QUERY_RESERVE = 512
 
-# A document's beginning of this many characters for each token that is read is tokenised first.
-# English has about 4.5 characters a token.
+# Of a long document, this many characters are tokenised first for each token that the model can
+# read. English has about 4.5 characters a token.
 CHARACTERS_PER_TOKEN = 8
 
 # Tokens at the end of a cut text that may differ from those of the whole text. WordPiece splits
@@ -47,9 +47,11 @@ class Template(BaseModel, extra="forbid", frozen=True):
     )
     separator: str = "\nQuery: "
     query_start: str = ""
-    """Run before the query and never scored, as an encoder's [CLS]."""
+    """Text before the query that is never scored, such as an encoder's [CLS]."""
     suffix: str = ""
+    """Text after the query."""
     positions: Literal["query", "suffix", "query+suffix"] = "query"
+    """The scored tokens: those of the query, of the suffix, or of both."""
 
 
 @dataclass(frozen=True)
@@ -127,8 +129,8 @@ def private_copy(
 class PromptTokenizer:
     """Tokenises the parts of a `Template` with private copies of a fast tokenizer.
 
-    They are never reconfigured: to change padding or truncation of a shared one raises "Already
-    borrowed" under threads.
+    The copies are never reconfigured. To change padding or truncation of a tokenizer that threads
+    share raises "Already borrowed".
 
     Args:
         tokenizer: The backbone's tokenizer (must be a fast one).
@@ -197,7 +199,10 @@ class PromptTokenizer:
         return max(limit, 1)
 
     def token_ends(self, document: str) -> tuple[list[int], int]:
-        """Where each token of a text ends, in characters, and the limit with a short query."""
+        """Where each token of a text ends, in characters, and how many tokens are read at most.
+
+        The second number is `document_limit` with a short query.
+        """
         encoded = self._text.encode(clean(document), add_special_tokens=False)
         return [stop for _, stop in encoded.offsets], self.document_limit(0)
 
@@ -258,8 +263,9 @@ class PromptTokenizer:
     def query_limit(self) -> int:
         """The most tokens that a query may have.
 
-        The template's tokens around the query are subtracted from the model's positions. If
-        documents share the positions, so are those around the document and one token of it.
+        The tokens of the template around the query are subtracted from the model's positions. If
+        document and query share the positions, the tokens of the template around the document and
+        one token of the document are subtracted, too.
         """
         taken = len(self._query_start) + len(self._suffix)
         return self.max_length - taken - (self.overhead + 1 if self.shared_positions else 0)
@@ -313,10 +319,10 @@ class PromptTokenizer:
         query_length: int,
         max_tokens: Sequence[int | None] | None = None,
     ) -> list[TokenisedDocument]:
-        """Tokenise documents; one that is too long is cut at its end.
+        """Tokenise documents; a document that is too long is cut at its end.
 
-        Up to `QUERY_RESERVE` (or a quarter of the model's positions), the length of the query does
-        not change where.
+        The place of the cut does not depend on the query if the query has at most `QUERY_RESERVE`
+        tokens and at most a quarter of the model's positions.
 
         Args:
             documents: Texts.

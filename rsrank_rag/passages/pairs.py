@@ -133,7 +133,8 @@ def cut(pair: Pair, token_ends: TokenEnds, before: Segment | None = None) -> Seg
         The parts, and where the next segment begins.
 
     Raises:
-        InputError: Windows are asked for, and the reranker cannot say where tokens end.
+        InputError: The pair has windows or ``max_tokens``, and the reranker cannot say where
+            tokens end.
         MissingDependencyError: sentencex is not installed.
     """
     document, reading = pair.document, pair.reading

@@ -51,7 +51,7 @@ class Reading:
     Args:
         extract: "sentences": score each sentence by itself, and keep those above the threshold
             instead of whole documents. A document without one is dropped.
-        context: Keep also this many sentences before and after each of them.
+        context: Keep also this many sentences before and after each kept sentence.
         heading: The first line of each document is a heading. It is not scored, and is kept if a
             sentence of the document is kept.
         long_documents: "windows": read a document that is too long for the model in overlapping

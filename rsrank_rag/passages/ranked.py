@@ -25,11 +25,11 @@ class RankedDocument:
     Attributes:
         index: Position in the list that was ranked.
         text: The document.
-        score: Of a document read in sentences or windows, the best one's score.
+        score: The score; that of the best sentence or window if the document was read in such.
         truncated: Whether the model did not read all of it, because it was too long.
         window: The best window; None for a document that fits.
         excerpts: The sentences that are kept, in their order.
-        heading: The line before them, if that is kept, too.
+        heading: The document's first line, if it is a heading that is kept with the sentences.
     """
 
     index: int
@@ -211,7 +211,8 @@ def _with_excerpts(
 def blanks_last(documents: Sequence[str], scored: Sequence[Scored]) -> list[Scored]:
     """The same scores, with `BLANK_SCORE` for documents of nothing but white space.
 
-    Raises InputError: there are more or fewer scores than documents.
+    Raises:
+        InputError: There are more or fewer scores than documents.
     """
     if len(scored) != len(documents):
         raise InputError(f"The reranker gave {len(scored)} scores for {len(documents)} documents.")

@@ -32,13 +32,19 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Statistics:
-    """What a prefix cache has done, in documents, and the bytes that it holds and may hold.
+    """What a prefix cache has done, in documents, and its sizes, in bytes.
 
     Attributes:
+        device_hits: Documents whose prefix was in the device's memory.
+        disk_hits: Documents whose prefix was read from a file.
         misses: Documents that were run.
         evictions: Entries that were removed for newer ones.
-        corrupt: Files that could not be read; they were removed, and their documents run again.
+        corrupt: Files that were damaged. They were removed, and their documents run again.
         write_errors: Files that could not be written, such as on a full disk.
+        device_bytes: Bytes of the prefixes in the device's memory.
+        disk_bytes: Bytes of the files.
+        device_limit: The most bytes in the device's memory.
+        disk_limit: The most bytes of files; 0 without a folder.
     """
 
     device_hits: int = 0
@@ -155,7 +161,7 @@ class PrefixTiers:
             self.counts.evictions += self.on_device.put(key, prefix)
 
     def read_file(self, key: str) -> PackedPrefix | None:
-        """A prefix on disk. A file that cannot be read is counted, and is gone now."""
+        """A prefix on disk; None if there is none. A damaged file is counted and removed."""
         try:
             return None if self.disk is None else self.disk.get(key)
         except ValueError as error:

@@ -55,12 +55,12 @@ class PrefixCache(BaseModel, extra="forbid", frozen=True):
     """
 
     device: Size | None = None
-    """On the device, as they are. None for a quarter of what is free on CUDA, and for
-    `memory_share` elsewhere."""
+    """Bytes of prefixes in the device's memory, in the model's dtype. None: a quarter of the free
+    memory on CUDA, and `memory_share` elsewhere."""
     folder: Folder | None = None
-    """On disk, in 8 bits; None for not at all."""
+    """Folder for prefixes in 8 bits. None: prefixes are not written to disk."""
     disk: Size = 10_000_000_000
-    """Limit of the folder: the least recently used files are removed."""
+    """The most bytes of files in the folder. The least recently used files are removed."""
     salt: str = ""
     """Entries of one salt are invisible to every other: one for each tenant."""
 

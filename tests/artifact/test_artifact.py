@@ -257,7 +257,7 @@ def test_a_language_model_that_is_not_as_it_was_to_the_byte_is_refused(
     load_ranker(model, "qwen3").save_pretrained(tmp_path / "artifact", include_backbone=inside)
     HARMS[file](tmp_path / "artifact" / "backbone" if inside else model)
     message = refusal(load, tmp_path / "artifact")
-    assert f"{file} not as when this artifact was made" in message
+    assert f"{file} changed since this artifact was made" in message
     assert "backbone=" in message
 
 
@@ -278,7 +278,7 @@ def test_a_model_that_somebody_chose_is_used_as_it_is_and_the_log_says_how_it_di
     other = shutil.copytree(tiny_folder("qwen3"), tmp_path / "copy")
     another_base(other)
     load(saved, backbone=other)
-    assert "config.json not as when this artifact was made" in caplog.text
+    assert "config.json changed since this artifact was made" in caplog.text
 
 
 def test_a_file_that_can_change_a_score_is_refused_if_it_was_added_or_removed(
@@ -288,14 +288,14 @@ def test_a_file_that_can_change_a_score_is_refused_if_it_was_added_or_removed(
     load_ranker(model, "qwen3").save_pretrained(tmp_path / "artifact")
     for name in ("added_tokens.json", "helper.py", "vocab.txt", "other.safetensors"):
         (model / name).write_text("{}")
-        assert f"{name} not as when this artifact was made" in refusal(load, tmp_path / "artifact")
+        assert f"{name} changed since this artifact was made" in refusal(load, tmp_path / "artifact")
         (model / name).unlink()
     for name in ("README.md", "generation_config.json"):
         (model / name).write_text("{}")
     load(tmp_path / "artifact")
     (model / "tokenizer_config.json").unlink()
     message = refusal(load, tmp_path / "artifact")
-    assert "tokenizer_config.json not as when this artifact was made" in message
+    assert "tokenizer_config.json changed since this artifact was made" in message
 
 
 def test_a_language_model_with_an_adapter_is_refused(saved, tiny_folder, tmp_path):

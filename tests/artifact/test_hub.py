@@ -140,7 +140,7 @@ def test_a_model_that_is_damaged_in_the_cache_is_refused_with_the_files_name(
     content = bytearray(weights.read_bytes())
     content[-4:] = bytes(4)
     weights.resolve().write_bytes(content)
-    assert "model.safetensors not as when this artifact was made" in refusal(load)
+    assert "model.safetensors changed since this artifact was made" in refusal(load)
 
 
 def test_the_artifacts_revision_is_not_asked_of_the_backbone(hub, load, from_hub, tmp_path):

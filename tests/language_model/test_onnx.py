@@ -230,7 +230,7 @@ def test_a_changed_or_damaged_encoder_is_refused(fused, tmp_path):
     weights = folder / "backbone" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-8])
     with pytest.raises(
-        ArtifactError, match=r"model\.safetensors not as when this artifact was made"
+        ArtifactError, match=r"model\.safetensors changed since this artifact was made"
     ):
         RSRank.from_pretrained(folder, runtime="onnx")
 
