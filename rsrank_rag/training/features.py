@@ -58,7 +58,8 @@ class FeatureExtractor:
         Raises:
             InputError: The query is empty or too long.
             ScoringError: A document does not fit into memory.
-            TrainingError: A shift is not finite in the dtype of the store.
+            TrainingError: No document has a token, or a shift is not finite in the dtype of the
+                store.
         """
         prompts = self.reader.prompts
         tokenised = prompts.query(query.query)
@@ -67,6 +68,8 @@ class FeatureExtractor:
         # A document without tokens shifts nothing.
         shortest = len(prompts.null_prefix)
         rows = [Row(ids, tokenised) for ids in dict.fromkeys(documents) if len(ids) > shortest]
+        if not rows:
+            raise TrainingError(f"No document of query {query.id!r} has a token. Leave it out.")
         batches = Batches(rows, self.token_budget, extra=len(tokenised.ids))
         by_document: dict[Ids, tuple[Tensor, list[float]]] = {}
         try:

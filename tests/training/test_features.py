@@ -224,3 +224,13 @@ def test_values_that_overflow_are_refused(loaded, monkeypatch):
         TrainingError, match=r"not finite in float16\. Set features\.dtype=bfloat16"
     ):
         FeatureExtractor(reader, FeaturePart()).extract(labelled(1)[0])
+
+
+def test_a_query_whose_documents_have_no_tokens_is_named(loaded):
+    core, prompts = loaded("bert")
+    (query,) = labelled(1)
+    # BERT's tokenizer removes characters that are not shown.
+    unseen = [one.model_copy(update={"text": "\u200b", "title": None}) for one in query.documents]
+    extractor = FeatureExtractor(ShiftReader(core, prompts, range(1, LAYERS)), FeaturePart())
+    with pytest.raises(TrainingError, match=f"No document of query '{query.id}' has a token"):
+        extractor.extract(query.model_copy(update={"documents": unseen}))
