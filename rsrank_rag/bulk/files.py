@@ -28,12 +28,17 @@ class Shard:
 
 
 def find_shards(source: str, output: Path) -> list[Shard]:
-    """One file, or all files of a folder, sorted, and where their scores go.
+    """The files to score, each with the file for its scores.
 
-    In a folder, names that begin with ``_`` or ``.`` are left out, and so is the output folder.
+    The files of a folder are sorted. Names that begin with ``_`` or ``.`` are left out, and so is
+    the output folder.
+
+    Args:
+        source: A file, or a folder.
+        output: The folder for the scored files, as an absolute path.
 
     Raises:
-        InputError: There is no file, or it is of another kind.
+        InputError: There is no ``.jsonl`` or ``.jsonl.gz`` file.
     """
     folder = Path(source).absolute()
     paths = []

@@ -130,7 +130,7 @@ def check_columns(names: Collection[str], rows: str = "Rows") -> None:
         rows: What messages call the rows.
 
     Raises:
-        InputError: They do not.
+        InputError: A column of `PAIR` is missing, or there is a column of `COLUMNS` already.
     """
     if not set(PAIR).issubset(names):
         raise InputError(

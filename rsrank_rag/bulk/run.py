@@ -76,7 +76,15 @@ def _check_folder(folder: Path, settings: Mapping[str, Any], shards: Iterable[Sh
 
 
 def score_shard(scorer: PairScorer, shard: Shard) -> Counter[str]:
-    """Write one file with its scores, a chunk of rows at a time; return the numbers."""
+    """Write one file with its scores, a chunk of rows at a time.
+
+    Returns:
+        Numbers of this file: ``files`` (1), ``rows`` and ``errors``.
+
+    Raises:
+        InputError: The source cannot be read, or its columns cannot be used.
+        RSRankError: The model fails on every pair.
+    """
     numbers = Counter(files=1)
     source_rows = read_rows(shard.source)
     shard.target.parent.mkdir(parents=True, exist_ok=True)

@@ -120,9 +120,9 @@ def rank(
     prefixes: Prefixes = None,
     as_json: AsJson = False,
 ) -> None:
-    """Score documents for a query: what scores above zero is kept, the rest is dropped.
+    """Score documents for a query, keep those above the threshold, and drop the others.
 
-    Documents stand one a line, as plain text or as JSON lines with a "text".
+    A line holds one document: plain text, or a JSON object with a "text".
 
     `rsrank rank -q "How do bees find flowers?" -d passages.txt`
 

@@ -72,9 +72,12 @@ def warn_of_reuse(model: str, used: Collection[str], names: Iterable[str]) -> No
 
 
 def read_sets(paths: Iterable[str | Path]) -> dict[str, list[LabelledQuery]]:
-    """The queries of each file, by its name, or by its path if an earlier file has the name.
+    """The queries of each file, by `dataset_name`, or by path if an earlier file has that name.
 
-    A file that is given twice is read once.
+    A path that is passed twice is read once.
+
+    Raises:
+        InputError: As `read_labelled`.
     """
     sets: dict[str, list[LabelledQuery]] = {}
     for path in dict.fromkeys(map(Path, paths)):

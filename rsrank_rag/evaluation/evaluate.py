@@ -24,8 +24,8 @@ from .unanswerable import auroc, best_scores, false_accepts
 # A rule is advised only if it leaves at most this share of the answerable queries with nothing.
 TOLERATED_LOSS = 0.1
 
-# A rule may lose more than that of all answers if one that does would lose as few of these answers
-# with at least this probability.
+# A rule that loses the share TOLERATED_LOSS of all answers loses as few answers as were counted, or
+# fewer, with some probability. Above this probability, the counted answers prove nothing.
 CHANCE = 0.05
 
 
@@ -68,6 +68,9 @@ def summarise(scored: Sequence[ScoredQuery], *, threshold: float = 0.0) -> dict[
         where 90% of those with one are; both count absent twins (see `best_scores`). For every
         other rule of `rules`, such as ``top1``: ``top1_f1``, ``top1_left_with_nothing`` and
         ``top1_kept_per_query``.
+
+    Raises:
+        MissingDependencyError: ir-measures is not installed.
     """
     values = selection_measures(scored, Rule(threshold))
     unanswerable = np.isnan(values["recall"])
@@ -151,8 +154,8 @@ def recommend(scored: Sequence[ScoredQuery], *, threshold: float = 0.0) -> str:
 def shared_threshold(sets: Sequence[Sequence[ScoredQuery]]) -> float:
     """The single threshold with the highest F1 averaged over sets, each set counting the same.
 
-    It serves scores without a natural zero, such as a cosine or BM25. It is the best threshold
-    that could have been tuned for all sets together.
+    Systems without a native threshold, such as BM25, are measured at this threshold. No other
+    threshold for all sets together has a higher F1 on these labels.
     """
     queries = [query for scored in sets for query in scored]
     weights = [1.0 / len(scored) for scored in sets for _ in scored]

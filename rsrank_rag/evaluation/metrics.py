@@ -1,9 +1,10 @@
 """Ranking quality (through ir-measures) and selection quality (what a rule keeps), query by query.
 
-Measures are computed for each query and then averaged over the queries. Precision counts those that
-keep a document, recall those with a relevant one. F1 and ranking count all: one for which nothing
-relevant is kept counts 0, and so does one without documents; F1 is 1 where nothing is relevant and
-nothing is kept. Equal scores rank by input order.
+Measures are computed for each query and then averaged over queries. The mean precision is over the
+queries that keep a document. The mean recall is over the queries with a relevant document. The
+means of F1, nDCG and Recall@5 are over all queries. F1 of a query is 0 if nothing relevant is kept
+or if the query has no documents. F1 is 1 if no document is relevant and none is kept. Equal scores
+rank by input order.
 """
 
 import math
@@ -211,11 +212,13 @@ class ThresholdSweep:
         self._changes = table[2:]
 
     def means(self, weights: Array | None = None) -> tuple[Array, Array]:
-        """Thresholds from the highest to the lowest, and the mean at each; NaN where none has one.
+        """All T thresholds that make a difference, (T,), and the mean of the measure at each, (T,).
 
-        The thresholds are the highest score (nothing is kept), numbers halfway between two
-        scores, and a number below the lowest score by a thousandth of their range, or of 1 if all
-        are equal (everything is kept). So they scale and move with the scores.
+        The thresholds fall from the highest to the lowest. The first is the highest score, at which
+        nothing is kept. The next ones are halfway between two scores. The last keeps everything: it
+        is below the lowest score by a thousandth of the range of the scores, or by 0.001 if all
+        scores are equal. If all scores are scaled or moved, so are the thresholds. A mean is NaN if
+        the measure means nothing for all queries.
 
         Args:
             weights: How often each query counts, (queries,); None for once each. Scores of

@@ -37,7 +37,7 @@ STYLE = Path(__file__).with_suffix(".mplstyle")
 
 
 def style() -> AbstractContextManager[None]:
-    """Around drawing and writing: the settings of our figures.
+    """A context manager in which matplotlib has the settings of the package's figures.
 
     Raises:
         MissingDependencyError: matplotlib is not installed.
@@ -59,8 +59,12 @@ def score_histograms(panels: Mapping[str, tuple[Array, Array]], threshold: float
     """Scores of relevant and of irrelevant documents; each class adds up to 1.
 
     Args:
-        panels: Set -> scores of the relevant documents, scores of the irrelevant documents.
+        panels: By the name of the set: scores of its R relevant documents, (R,), and scores of its
+            I irrelevant documents, (I,).
         threshold: The threshold in use.
+
+    Raises:
+        MissingDependencyError: matplotlib is not installed.
     """
     scores = np.concatenate([scores for pair in panels.values() for scores in pair])
     edges = np.histogram_bin_edges([*scores, threshold], BINS).tolist()

@@ -10,7 +10,7 @@ from ..errors import InputError
 
 
 class ApiKey(SecretStr):
-    """A service's key. Copies share it; pickled, it becomes None."""
+    """A service's API key. A deep copy is the same object. A pickle holds None for the key."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ApiKey":
         return self
@@ -39,7 +39,7 @@ def service_address(base_url: str) -> str:
     """The address of a service without ``/v1`` or ``/v1/rerank`` at its end.
 
     Raises:
-        InputError: It is no plain address of a server.
+        InputError: ``base_url`` is no http(s) address, or has a user, password, query or fragment.
 
     >>> service_address("http://localhost:8080/v1/")
     'http://localhost:8080'

@@ -69,7 +69,10 @@ class RemoteReranker(Reranker):
 
     @property
     def threshold(self) -> float | None:  # type: ignore[override]
-        """The native threshold of the service's model; None if it has none. This is a request."""
+        """The native threshold of the service's model; None if the model has none.
+
+        Each reading of this attribute sends a request, and raises what `rank` raises.
+        """
         return self.rank("", []).threshold
 
     def score(self, query: str, documents: Sequence[str]) -> list[float]:

@@ -41,7 +41,11 @@ def wait(future: Future[Result]) -> Result:
 
 @lru_cache
 def _loop(process: int) -> asyncio.AbstractEventLoop:
-    """The loop of a process. Threads that begin at once may make several; each has its client."""
+    """The event loop of a process, in a thread of its own.
+
+    Two threads that call this function for the first time at once may start two loops. That does no
+    harm, because each loop has a client of its own.
+    """
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="rsrank-http", daemon=True).start()
     return loop

@@ -51,7 +51,7 @@ class ErrorBody(BaseModel):
 
     @property
     def text(self) -> str:
-        """The service's words, to be put after a status: ``": Busy."``, or ``"."``."""
+        """The end of a sentence about a status: ``": Busy."``, or ``"."`` without a message."""
         if not self.message:
             return "."
         return f": {' '.join(self.message.split())[:500].rstrip('.')}."
@@ -83,7 +83,7 @@ def parsed(body: bytes, address: str, model: str | None) -> Answer:
     """A validated answer.
 
     Raises:
-        RemoteError: It is not that of an rsrank service, or another model answered.
+        RemoteError: The body is no answer of an rsrank service, or another model answered.
     """
     try:
         answer = Answer.model_validate_json(body)

@@ -66,7 +66,7 @@ AnyRerankRequest = Annotated[
 
 
 class Info(BaseModel, use_attribute_docstrings=True):
-    """The model and the service's limits; the fields of TEI among them."""
+    """The model and the service's limits. Clients of TEI read some of the fields."""
 
     model_id: str
     model_type: dict[str, dict[str, dict[str, int]]]
@@ -80,7 +80,15 @@ class Info(BaseModel, use_attribute_docstrings=True):
 
 
 def create_app(backend: Scheduler, settings: Settings | None = None) -> FastAPI:
-    """The service around a backend, which the app starts and stops."""
+    """The service: an app that starts and stops a backend.
+
+    ``app.state.failure`` is the error with which the backend did not start; None without such an
+    error. The start fails with InputError if ``settings.drop`` is set and the model has no native
+    threshold.
+
+    Raises:
+        InputError: The file of API keys cannot be read, or holds no key.
+    """
     settings = settings or Settings()
     metrics = Metrics(backend)
 

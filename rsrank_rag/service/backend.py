@@ -32,7 +32,7 @@ class Outcome:
 
     @property
     def score(self) -> float | None:
-        """On the reranker's own scale."""
+        """The score on the reranker's own scale; None where there is an error."""
         return None if self.scored is None else self.scored.score
 
 

@@ -84,10 +84,13 @@ class Engine:
     ) -> tuple[list[Outcome], Mapping[str, int]]:
         """Score pairs of any clients, each document whole.
 
-        ``explain``: take the scores apart; an InputError if the model cannot do so.
+        Args:
+            pairs: N pairs.
+            explain: Whether to take the scores apart. If the reranker cannot do so, every outcome
+                has the fault "input".
 
         Returns:
-            The outcomes, and the reranker's counters since it was loaded.
+            N outcomes in input order, and the reranker's counters since it was loaded.
         """
         outcomes = self._each(pairs, pairs, self._explained if explain else _outcomes)
         return outcomes, getattr(self.reranker, "stats", dict)()

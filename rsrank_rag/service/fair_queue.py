@@ -132,7 +132,8 @@ class QueueClient:
     """A client's work, first come, first served.
 
     Attributes:
-        served: Tokens that were run for the client, and what it started with.
+        served: Tokens that the model has run for the client, plus the count with which the client
+            started.
         documents: Documents of requests without an answer, in their order. The values are unused.
     """
 
@@ -178,7 +179,17 @@ class FairQueue:
     def add(
         self, name: str, pairs: Iterable[Pair], costs: Iterable[int], explain: bool
     ) -> list[QueueDocument]:
-        """Queue the documents of a client's request."""
+        """Queue the documents of a client's request. An event loop must run.
+
+        Args:
+            name: The client's name.
+            pairs: The query with each document.
+            costs: An estimate of the tokens of each pair.
+            explain: Whether to take the scores apart.
+
+        Returns:
+            One document for each pair. Its ``answer`` is done when the document has an outcome.
+        """
         loop = asyncio.get_running_loop()
         newest = self.clock - self.credit
         client = self.clients.setdefault(name, QueueClient(newest))
@@ -208,10 +219,11 @@ class FairQueue:
         return sum(document.answer.cancel() for document in documents)
 
     def next_batch(self, tokens: int) -> list[QueueItem]:
-        """Items of the clients with the smallest counts, up to so many tokens.
+        """Items of the clients with the smallest counts, of at most ``tokens`` tokens together.
 
-        The items of a batch are either all to be cut or all to be run. They stay in the queue until
-        their documents have the results. Their costs are added to their clients' counts now.
+        The first item is taken even if the item alone costs more. The items of a batch are either
+        all to be cut or all to be run. The items stay in the queue until their documents have the
+        results. This method adds the items' costs to their clients' counts.
         """
         batch: list[QueueItem] = []
         turns = [client.turns() for client in self.clients.values()]

@@ -17,12 +17,13 @@ class RequestRecord:
     """One request, while it is answered.
 
     Attributes:
-        id: From the client, or made.
-        client: A hash of the client's API key or address, which differs in each run of the service.
-        method: HTTP's.
-        started: On the clock of `time.perf_counter`.
-        route: The pattern of the path.
-        status: HTTP's; 499 if the client leaves before the answer.
+        id: The client's ``X-Request-ID``, or a random number.
+        client: A hash of the client's API key or address. The hash differs in each run of the
+            service.
+        method: The HTTP method.
+        started: When the request came, in seconds of `time.perf_counter`.
+        route: The pattern of the path, or "other".
+        status: The HTTP status; 499 if the client leaves before the answer.
         documents: Documents to score.
         tokens: Tokens read.
         kept: Documents in the answer.
@@ -72,10 +73,14 @@ class TextlessFormatter(JsonFormatter):
 
 
 def configure(level: str) -> logging.Handler:
-    """Write all logs and warnings of this process to standard error; returns the handler.
+    """Write the logs and warnings of this process to standard error as lines of JSON.
 
-    ``level``, such as ``INFO``, is that of this package and uvicorn; of others come warnings and
-    errors.
+    Args:
+        level: The lowest level, such as ``INFO``, of lines of this package and of uvicorn. Other
+            packages write warnings and errors only.
+
+    Returns:
+        The handler of all lines.
     """
     ours = ("rsrank_rag", "uvicorn")
     handler = logging.StreamHandler()

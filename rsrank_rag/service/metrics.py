@@ -39,7 +39,7 @@ class Metrics(Collector):
     def __init__(self, backend: Scheduler) -> None:
         self.registry = CollectorRegistry()
         self.backend = backend
-        # Requests that the server's end cut off.
+        # Number of requests without an answer when the server ended.
         self.unanswered = 0
         self.registry.register(self)
         ProcessCollector(registry=self.registry)

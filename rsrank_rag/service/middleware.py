@@ -31,13 +31,14 @@ OPEN = frozenset({"/", "/health", "/ready", "/.well-known/ready", "/v1/cluster/a
 # Routes that monitoring asks for all the time: logged at DEBUG only.
 QUIET = frozenset({"/health", "/ready", "/metrics"})
 
-# Bodies of the largest size that may be in memory at a time.
+# All bodies in memory may together have this many times the bytes of the largest body.
 BODIES = 10
 
-# Seconds in which the rest of a body is read that was answered before its end.
+# Seconds for which the rest of a body is read if the request was answered before the body's end.
 LINGER = 5.0
 
-# Headers of every answer: a browser must guess no type, and show nothing of this in a foreign page.
+# Headers of every answer. A browser must not guess content types, and must not show the service's
+# pages inside a page of another site.
 HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
@@ -48,9 +49,12 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
 def keys_in(file: Path | None) -> list[str]:
-    """Keys of a file, if there is one, one a line; InputError if it cannot be read or has none.
+    """The API keys in a file with one key a line; no keys if ``file`` is None.
 
     Lines that begin with ``#`` are comments.
+
+    Raises:
+        InputError: The file cannot be read, or holds no key.
     """
     if file is None:
         return []
@@ -83,8 +87,9 @@ class Settings(BaseModel, extra="forbid", frozen=True, hide_input_in_errors=True
         max_body_bytes: Bytes of a request's body.
         timeout: Seconds from a request's arrival to its answer; None for no limit.
         normalize: Answer with scores between 0 and 1.
-        drop: Leave out documents that do not score above the model's native threshold, where
-            clients allow it. "always": every client reads the index of each row.
+        drop: Whether answers leave out documents that do not score above the native threshold.
+            True: not in the answer to a request for as many documents as it holds. "always": in
+            every answer. Set "always" only if every client reads the index of each row.
     """
 
     api_keys: tuple[SecretStr, ...] = ()
@@ -136,7 +141,8 @@ class Keys:
         """The key in an ``Authorization`` header; None if it does not open the service."""
         self._read()
         scheme, _, credentials = authorization.partition(" ")
-        # Bytes are stripped, because a letter's second byte may be a space of Latin-1.
+        # Stripping the text instead could remove the last byte of a UTF-8 letter, because that byte
+        # may be a space in Latin-1.
         sent = credentials.encode("latin-1").strip()
         # All keys are compared, so that the time does not depend on which one matches.
         keys = [key.encode() for key in self._fixed + self._from_file]
@@ -273,7 +279,11 @@ async def _discard(receive: Receive) -> None:
 
 
 class _Body:
-    """Receives a request's body while the body is small enough and comes in time."""
+    """Receives a request's body, and counts its bytes.
+
+    A call raises HTTPException if the body is late (status 408), too large (413), or would fill the
+    memory together with other bodies (429).
+    """
 
     def __init__(
         self,

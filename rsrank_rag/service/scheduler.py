@@ -1,10 +1,10 @@
 """One queue before one model: clients share the model's time, and requests share its batches.
 
 The queue holds small items with a known cost. An item is one part of one document for one query,
-such as a window; its cost is the number of tokens that the model runs in the same time. A batch
-holds items of the clients that have had the least, and as many tokens as the model runs in a
-twentieth of a second. So no request holds the model for long, whatever its size. The items of a
-request that was cancelled are never run.
+such as a window. The cost of an item is the number of tokens that the model runs in the same time.
+A batch holds items of the clients for which the model has run the fewest tokens. A batch has as
+many tokens as the model runs in `QueueLimits.batch_seconds`. So no request occupies the model for
+long, whatever the size of the request. The items of a cancelled request are never run.
 
 The model's process cuts a document into parts shortly before its turn, one segment after another.
 The part of the document that is not cut yet waits as an item, too.
@@ -38,7 +38,7 @@ FIRST_SPEED = 5_000.0
 # other programs use for some seconds does not make the model seem slow.
 BATCHES_TIMED = 400
 
-# A batch took much longer than it should if it took so many times as long.
+# A batch counts as slow if the batch took this many times the time that it should take.
 MUCH_LONGER = 4
 
 # A request is taken if its own work and the work before it are expected to take at most this share

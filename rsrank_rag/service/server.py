@@ -72,8 +72,8 @@ class Server(uvicorn.Server):
 
     Args:
         app: The app.
-        limits: Of connections.
-        when_started: Called when requests are taken.
+        limits: The limits of connections.
+        when_started: Called once, when the server begins to take requests.
     """
 
     def __init__(
@@ -107,9 +107,11 @@ class Server(uvicorn.Server):
             self.when_started()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begin to end; at the second signal at once, at the third without answering requests.
+        """Begin to stop the server.
 
-        The signal is not raised again afterwards, as uvicorn would: a wanted end is no failure.
+        The first signal starts the notice period. A signal during this period ends the period. A
+        later signal ends the server without answers to the requests in flight. uvicorn would raise
+        the signal again at the end. This method does not, because the exit status must be 0.
         """
         self.app.state.backend.is_ending = True
         self.force_exit = self.should_exit

@@ -31,7 +31,7 @@ FIRST_LOAD = 1800.0
 LATER_LOAD = 60.0
 TIMES_FIRST = 5.0
 
-# Part of the time limit after which the service is not ready.
+# Share of a call's time limit. If a call has no answer after that time, the service is not ready.
 SILENCE = 0.1
 
 
@@ -122,7 +122,7 @@ class ModelProcess:
 
     Attributes:
         description: The model; None before the first load.
-        seconds: What the last call took.
+        seconds: Seconds that the last call took.
         hangs: Whether a call has had no answer for a tenth of its time limit.
     """
 

@@ -40,7 +40,7 @@ class Batch:
 
 
 def make_batch(queries: Sequence[QueryFeatures], device: torch.device | str) -> Batch:
-    """Join queries."""
+    """Join the features of Q queries into one batch on a device; for shapes see `Batch`."""
     labels = []
     similarities = []
     for query in queries:

@@ -1,12 +1,15 @@
 """Regularised fine-tuning: an artifact's weights, moved as far as labelled queries speak for it.
 
-Minimised is the loss of all queries plus ``penalty / 2`` times the squared change of the weights,
-in units that move a typical score alike in every artifact: few queries move the weights little,
-many move them far. Of several penalties that one is taken which is best on queries left out of
-training (cross-validation), by the mean of nDCG@5 and F1 at zero. Fine-tuning gains if that mean is
-above the base's by more than a standard error.
+Training minimises the loss of all queries plus ``penalty / 2`` times the squared change of the
+weights. The unit of a change moves a typical score equally in every artifact. So few queries change
+the weights little, and many queries change the weights much.
 
-With few queries B stays where an artifact has other weights: those are few, and move scores more.
+Several penalties are tried. Cross-validation chooses the penalty with the highest mean of nDCG@5
+and F1 at zero on queries left out of training. Fine-tuning gains if this mean is above the base's
+mean by more than a standard error.
+
+If an artifact has weights besides B, few queries change only those other weights. The other weights
+are few, and each of them moves scores more than a number of B does.
 """
 
 import copy
@@ -46,7 +49,7 @@ class FineTuningOptions(BaseModel, extra="forbid", frozen=True):
     folds: int = Field(default=5, ge=2)
     """Parts that are left out of training, one after another."""
     projection_from: int = 300
-    """B moves from so many queries on, if there is more to move."""
+    """Fewest queries with which B changes, in an artifact that has other weights, too."""
     iterations: PositiveInt = 40
     """Of L-BFGS, at most."""
 
@@ -137,11 +140,17 @@ def _best(values: Tensor) -> int:
 
 
 def fine_tuning_loss(scores: Tensor, relevant: Tensor, irrelevant: Tensor) -> Tensor:
-    """Loss of each query, (Q,), of three (Q, N): one part for the order, one for the zero.
+    """Loss of each query, (Q,): a part for the order plus a part for the zero point.
 
-    Order: each relevant document against the irrelevant ones and one of score 0 (softmax). Zero:
-    twice the documents' mean logistic loss by their signs, in which a relevant one counts double,
-    because F1 is best where a document is kept that is relevant with somewhat less than even odds.
+    The order's part is the mean over the relevant documents of a softmax loss. Its rivals are the
+    irrelevant documents and a document of score 0. The zero point's part is twice the weighted mean
+    of the documents' logistic losses. Relevant documents have weight 2, because F1 is highest if
+    documents are kept that are relevant with a probability somewhat below one half.
+
+    Args:
+        scores: Scores of Q queries with N documents each, (Q, N).
+        relevant: Which entries are relevant documents, (Q, N).
+        irrelevant: Which entries are irrelevant documents, (Q, N). Padding is in neither mask.
     """
     zero_document = scores.new_zeros(len(scores), 1)
     rivals = torch.cat([scores.masked_fill(~irrelevant, -torch.inf), zero_document], 1)

@@ -104,7 +104,8 @@ def fit(
         watch: Wraps the numbers of the epochs, as a progress bar does.
 
     Raises:
-        TrainingError: Labels are of one class only, or the loss is not finite.
+        InputError: All labels are of one class.
+        TrainingError: The loss is not finite.
     """
     check_labels(train)
     _, heads, _, width = train[0].shifts.shape

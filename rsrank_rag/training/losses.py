@@ -1,10 +1,11 @@
 """The paper's training objective (Section 4.3.2): pure functions of scores, B or cosines.
 
 Axes: Q queries, N documents of one query, L layers, H KV heads, P projection dimension, D head
-dimension. Scores are those of one query, (N,), or of a batch of queries padded to a common N,
-(Q, N), whose terms are averaged; the masks of the same shape say which entries are relevant and
-which irrelevant documents. A term over an empty class is 0, so that a query with documents of one
-class still counts.
+dimension. ``scores`` are those of one query, (N,), or of a batch of queries padded to a common N,
+(Q, N). ``relevant`` and ``irrelevant`` are boolean masks of the same shape: they mark the relevant
+and the irrelevant documents. ``weight`` is B, (L, H, P, D). Every function returns a scalar tensor,
+(); for a batch it is the mean over the queries. A term over an empty class is 0, so that a query
+with documents of one class still counts.
 """
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 
 def calibration_loss(scores: Tensor, relevant: Tensor, irrelevant: Tensor) -> Tensor:
-    """Relevant documents above zero, irrelevant ones below (L_cal).
+    """How far relevant documents are below zero, and irrelevant ones above (L_cal).
 
     >>> relevant = torch.tensor([True, True, False])
     >>> calibration_loss(torch.tensor([-1.0, 3.0, 2.0]), relevant, ~relevant)
@@ -24,7 +25,10 @@ def calibration_loss(scores: Tensor, relevant: Tensor, irrelevant: Tensor) -> Te
 def margin_loss(
     scores: Tensor, relevant: Tensor, irrelevant: Tensor, margin: float = 0.5
 ) -> Tensor:
-    """Both classes beyond the margin, and the worst relevant above the best irrelevant (L_margin).
+    """How much is missing until both classes are beyond the margin (L_margin).
+
+    The third term is what is missing until the lowest score of a relevant document is above the
+    highest score of an irrelevant one by the margin.
 
     >>> relevant = torch.tensor([True, False])
     >>> margin_loss(torch.tensor([1.0, 0.0]), relevant, ~relevant)
@@ -50,7 +54,7 @@ def orthogonality_loss(weight: Tensor) -> Tensor:
 
 
 def alignment_loss(oracle_cosines: Tensor) -> Tensor:
-    """The oracle shift points along the ones vector (L_align): one minus the mean of its cosines.
+    """One minus the mean cosine of the projected oracle shift and the ones vector (L_align).
 
     >>> alignment_loss(torch.tensor([1.0, 0.0]))
     tensor(0.5000)

@@ -30,7 +30,7 @@ class ModelPart(LoadSettings, extra="forbid"):
     """The language model, and how to load it."""
 
     name: str = ""
-    """Folder or Hub id; not with a base."""
+    """Folder or Hub id of the language model. A recipe with a base ignores the name."""
     revision: str | None = None
     max_length: PositiveInt | None = None
 
@@ -71,8 +71,9 @@ class Recipe(BaseModel, extra="forbid", frozen=True):
     fine_tuning: FineTuningOptions = FineTuningOptions()
     """With a base, in place of `fit`."""
     validation: PositiveFloat = 0.1
-    """Share of the queries that chooses the epoch, or a number."""
+    """Validation queries, which choose the epoch: below 1 a share of all queries, else a number."""
     minimum_queries: int = Field(default=2, ge=2)
+    """With fewer labelled queries, training raises InputError."""
     license: str | None = None
 
     @model_validator(mode="after")

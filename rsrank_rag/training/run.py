@@ -138,10 +138,17 @@ class TrainingRun:
         return result
 
     def extract(self) -> list[QueryFeatures]:
-        """Read the features of the recipe's queries, or what is missing of them.
+        """Compute the features of the recipe's queries that the output folder lacks.
+
+        Returns:
+            The features of all queries, in the order of the queries.
 
         Raises:
-            TrainingError: The output folder holds features of something else.
+            InputError: As `queries`, or a query is empty or too long.
+            BackboneError: The language model cannot be loaded or read.
+            ScoringError: A document does not fit into memory.
+            TrainingError: The output folder holds features of something else, or a shift is not
+                finite.
         """
         queries = self.queries
         model = self._model
@@ -258,7 +265,7 @@ class TrainingRun:
         return Result(projection, metrics, settings, written, verdict)
 
     def _from_nothing(self, features: Sequence[QueryFeatures], device: torch.device) -> Result:
-        """B by gradient."""
+        """Train B from nothing, and measure the best epoch on the validation queries."""
         recipe = self.recipe
         training, held_out = split(len(features), recipe.validation, recipe.fit.seed)
         validation = [features[number] for number in held_out]
@@ -310,7 +317,15 @@ class TrainingRun:
 def write_trained(
     folder: Path, config: RSRankConfig, projection: Projection | Weights, base: Path
 ) -> None:
-    """Write an artifact, with the language model's files that lie in the folder of its base."""
+    """Write an artifact.
+
+    Args:
+        folder: Folder of the new artifact.
+        config: The new config.
+        projection: The weights.
+        base: Folder of the base. Its language model is copied if ``config`` names a model inside
+            the artifact, and its limits are copied if it has a file of limits.
+    """
     with replacing(folder) as new:
         hub.write_artifact(new, config, projection, model_card(config))
         if config.backbone.name == INSIDE:

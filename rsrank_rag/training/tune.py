@@ -251,7 +251,13 @@ def tune(
         show: Receives the threshold before it is written.
 
     Returns:
-        The threshold. Nothing was written where it has a problem, unless ``force``.
+        The threshold. If the threshold has a problem and ``force`` is false, nothing was written.
+
+    Raises:
+        InputError: The data cannot be used, there are fewer than two queries, or ``output`` does
+            not fit the kind of the system.
+        RSRankError: The system cannot be loaded.
+        ScoringError: A document has no finite score.
     """
     is_artifact = systems.parse(source.name)[0] is None
     if is_artifact is (output.suffix == ".json"):

@@ -288,7 +288,9 @@ def test_a_file_that_can_change_a_score_is_refused_if_it_was_added_or_removed(
     load_ranker(model, "qwen3").save_pretrained(tmp_path / "artifact")
     for name in ("added_tokens.json", "helper.py", "vocab.txt", "other.safetensors"):
         (model / name).write_text("{}")
-        assert f"{name} changed since this artifact was made" in refusal(load, tmp_path / "artifact")
+        assert f"{name} changed since this artifact was made" in refusal(
+            load, tmp_path / "artifact"
+        )
         (model / name).unlink()
     for name in ("README.md", "generation_config.json"):
         (model / name).write_text("{}")

@@ -9,11 +9,15 @@ from ...reranker import Reranker
 
 
 class BiEncoder(Reranker):
-    """Cosine of sentence embeddings (sentence-transformers). No natural threshold.
+    """The cosine of sentence embeddings (sentence-transformers). It has no native threshold.
 
-    Queries and documents get the prompts that the model has for them, if any. It is loaded in
-    float32 unless `options` name a dtype; BackboneError and MissingDependencyError say why it could
-    not be.
+    Queries and documents get the model's prompts, if the model has prompts. The model is loaded in
+    float32, unless ``options`` name a dtype.
+
+    Raises:
+        BackboneError: The model cannot be loaded.
+        InputError: ``options`` ask for 8-bit or 4-bit weights.
+        MissingDependencyError: sentence-transformers is not installed.
     """
 
     threshold: float | None = None
@@ -46,13 +50,20 @@ class BiEncoder(Reranker):
 class CrossEncoder(Reranker):
     """A sentence-transformers cross-encoder, by its raw output.
 
-    BGE-reranker-v2 is used with the sigmoid of that output as the probability of relevance, so its
-    native threshold is 0, where the probability is one half. Other models may be trained on order
-    alone and have none.
+    The sigmoid of BGE-reranker-v2's output is the probability of relevance. So its native threshold
+    is 0, where this probability is one half. Other models may be trained on order alone. Such a
+    model has no native threshold. The model is loaded in float32, unless ``options`` name a dtype.
 
-    `threshold`: the native one, in logits. It is loaded in float32 unless `options` name a dtype;
-    BackboneError and MissingDependencyError say why it could not be, such as that it gives more
-    than one number a pair.
+    Args:
+        name: Hub id or folder.
+        threshold: The native threshold in logits; None for none.
+        revision: Commit, tag or branch on the Hub.
+        options: How to load the model.
+
+    Raises:
+        BackboneError: The model cannot be loaded, or gives more than one number a pair.
+        InputError: ``options`` ask for 8-bit or 4-bit weights.
+        MissingDependencyError: sentence-transformers is not installed.
     """
 
     def __init__(

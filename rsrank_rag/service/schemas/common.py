@@ -37,10 +37,10 @@ Text = Annotated[str, AfterValidator(_is_unicode)]
 _AS_SENT = WithJsonSchema({"type": ["boolean", "number", "string"]})
 
 Flag = Annotated[bool, Field(strict=False), _AS_SENT]
-"""A switch, also as programs send it: "true", 1."""
+"""A boolean. Programs also send a boolean as text ("true") or as a number (1)."""
 
 Count = Annotated[int, Field(strict=False, ge=0), _AS_SENT]
-"""A number of things, also as programs send it: "1", 1.0."""
+"""A whole number of at least 0. Programs also send such a number as "1" or 1.0."""
 
 
 def normalise(score: float, threshold: float | None) -> float:
@@ -108,10 +108,13 @@ class Scores:
         return Usage(prompt_tokens=tokens, total_tokens=tokens)
 
     def drops(self, most: int | None) -> bool:
-        """Whether an answer with at most so many documents leaves irrelevant ones out.
+        """Whether an answer leaves out irrelevant documents.
 
-        A request for as many documents as it holds gets all, because programs that ask for all
-        pair the scores with their own documents. With "always", the clients read each row's index.
+        A program that requests as many documents as it sends may pair the scores with its own list.
+        Such a request gets all documents, unless the setting ``drop`` is "always".
+
+        Args:
+            most: The most documents that the request wants; None without a limit.
         """
         return self.drop == "always" or (self.drop and most != len(self.documents))
 
@@ -250,7 +253,12 @@ class ScoringRequest(Strict, ABC, json_schema_extra=_allow_empty_strings):
         return default if self.raw_scores is None else not self.raw_scores
 
     def check(self, outcomes: Sequence[Outcome]) -> None:
-        """Raise an error response if a document has no score, or was cut and may not be."""
+        """Check that every document has a score, and that no document was cut against the request.
+
+        Raises:
+            RequestError: Status 500 if the model failed on every document, 422 if another document
+                has no score, 413 if a document was cut and the request forbids that.
+        """
         faults = {n: one.error for n, one in enumerate(outcomes) if one.scored is None}
         is_internal = all(one.fault == "internal" for one in outcomes)
         status = 500 if is_internal else 422
