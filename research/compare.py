@@ -226,7 +226,7 @@ def measure(
             scored |= score_all({label: system}, sets, scores)
         except RSRankError as error:
             failures[label] = str(error)
-            problems.print(f"failed: {label}: {error}", markup=False)
+            problems.print(f"failed: {label}: {error}")
             continue
         costs[label] = cost_of_system
         thresholds[label] = system.threshold

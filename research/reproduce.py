@@ -73,7 +73,7 @@ def reproduce(
         chosen,
         output,
         options=load,
-        say=lambda text: problems.print(text, markup=False),
+        say=lambda text: problems.print(text),
         watch=watched,
     )
     screen.print(f"{outcome.tables}\n{output / 'report' / 'index.html'}", soft_wrap=True)

@@ -9,7 +9,7 @@ from typing_extensions import Self, Unpack
 
 from .errors import InputError, ScoringError, check_choice, check_count
 from .passages.pairs import Pair, parts_of, score_in_parts, spans_of
-from .passages.parts import WHOLE, Reading, ReadingOptions
+from .passages.parts import WHOLE, LongDocuments, Reading, ReadingOptions
 from .passages.ranked import BLANK_SCORE, RankedDocument, RankResult, Scored, blanks_last, choose
 
 # Users import the types of results from here.
@@ -37,10 +37,14 @@ LongQueries = Literal["cut", "error"]
 """What happens to a query that is too long: read its first and last part, or raise InputError."""
 
 
+Threshold = float | Literal["native"] | None
+"""The argument ``threshold`` of `Reranker.rank`."""
+
+
 class Limits(TypedDict, total=False):
     """What decides which scored documents are kept: see `Reranker.rank`."""
 
-    threshold: float | Literal["native"] | None
+    threshold: Threshold
     top_n: int | None
     min_docs: int
 
@@ -61,7 +65,7 @@ class Reranker(ABC):
     labelled_data: tuple[str, ...] = ()
     """Names of the labelled sets that trained the weights or chose the threshold."""
 
-    long_documents: Literal["cut", "windows"] = "cut"
+    long_documents: LongDocuments = "cut"
     """How `rank` reads documents that are too long for the model, by default."""
 
     def with_salt(self, salt: str) -> Self:
@@ -145,7 +149,7 @@ class Reranker(ABC):
         query: str,
         documents: Sequence[str],
         *,
-        threshold: float | Literal["native"] | None = "native",
+        threshold: Threshold = "native",
         top_n: int | None = None,
         min_docs: int = 0,
         long_queries: LongQueries = "cut",
@@ -300,9 +304,7 @@ def as_pairs(pairs: Iterable[PairLike]) -> list[Pair]:
     return result
 
 
-def check_limits(
-    threshold: float | Literal["native"] | None, top_n: int | None, min_docs: int
-) -> None:
+def check_limits(threshold: Threshold, top_n: int | None, min_docs: int) -> None:
     """InputError for limits of `Reranker.rank` that are out of range or contradict each other."""
     if threshold not in ("native", None) and (
         not isinstance(threshold, (int, float))

@@ -28,7 +28,7 @@ from typing_extensions import Self
 from ..errors import InputError, RSRankError
 from ..language_model.options import LoadSettings, ModelSource, Name
 from ..passages import shadow
-from ..passages.parts import Reading, ReadingOptions
+from ..passages.parts import LongDocuments, Reading, ReadingOptions
 from ..passages.titles import lines_before
 from ..prefixes.settings import PrefixCache
 from ..remote.address import service_address, usable_key
@@ -268,7 +268,7 @@ class RerankerAdapter(ModelAdapter):
     """Keep also this many sentences before and after each kept sentence."""
     heading: bool = False
     """The first line of each document is a heading, which is kept with any of its sentences."""
-    long_documents: Literal["cut", "windows"] | None = None
+    long_documents: LongDocuments | None = None
     """Documents that are too long for the model: 'windows' reads them in parts, and the best part
     counts; 'cut' reads the beginning. None: the model's default (RSRank: windows)."""
 

@@ -27,6 +27,12 @@ class Shard:
         return self.target.stat().st_mtime >= self.source.stat().st_mtime
 
 
+def input_folder(source: str) -> Path:
+    """The folder that ``source`` names, or the folder of the file that it names."""
+    path = Path(source).absolute()
+    return path if path.is_dir() else path.parent
+
+
 def find_shards(source: str, output: Path) -> list[Shard]:
     """The files to score, each with the file for its scores.
 
@@ -40,16 +46,16 @@ def find_shards(source: str, output: Path) -> list[Shard]:
     Raises:
         InputError: There is no ``.jsonl`` or ``.jsonl.gz`` file.
     """
-    folder = Path(source).absolute()
+    folder = input_folder(source)
+    file = Path(source).absolute()
     paths = []
-    if folder.is_dir():
+    if file.is_dir():
         for path in sorted(folder.rglob("*")):
             hidden = any(name[0] in "_." for name in path.relative_to(folder).parts)
             if path.name.endswith(ENDINGS) and not hidden and output not in path.parents:
                 paths.append(path)
-    elif folder.is_file() and folder.name.endswith(ENDINGS):
-        paths.append(folder)
-        folder = folder.parent
+    elif file.is_file() and file.name.endswith(ENDINGS):
+        paths.append(file)
     if not paths:
         raise InputError(f"--input {source}: there is no {', '.join(ENDINGS)} there.")
     return [Shard(path, output / path.relative_to(folder)) for path in paths]

@@ -11,7 +11,7 @@ from ..errors import InputError
 from ..evaluation.datasets import opener
 from ..partial_files import appearing, differences, remove_stale
 from ..reranker import Reranker
-from .files import Shard, find_shards, read_rows
+from .files import Shard, find_shards, input_folder, read_rows
 from .pairs import COLUMNS, PAIR, PairScorer, check_columns
 
 # An output folder has a file of this name with the settings of its scores.
@@ -39,7 +39,7 @@ def score_files(
         output: Folder for the scored files.
         make: Loads the model.
         settings: What decides the scores, such as the ``model``'s name, as JSON. A folder that was
-            begun with other settings is not continued.
+            begun with other settings, or for files of another folder, is not continued.
         progress: Wraps the files to score, as `rich.progress.track` does. It gets the files and, as
             ``total``, their number.
 
@@ -53,7 +53,7 @@ def score_files(
     """
     folder = Path(output).absolute()
     shards = find_shards(source, folder)
-    _check_folder(folder, settings, shards)
+    _check_folder(folder, {**settings, "input": str(input_folder(source))}, shards)
     remove_stale(folder)
     todo = [shard for shard in shards if not shard.is_done]
     scorer = PairScorer(make, str(settings.get("model", "the model")))

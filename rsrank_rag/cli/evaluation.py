@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 from rich.progress import track
 from rich.table import Table
 from rich.text import Text
@@ -24,7 +24,7 @@ from ..evaluation.metrics import ScoredQuery, apply_rule, plain, ranking_measure
 from ..evaluation.report import check_report, write_report
 from ..language_model.options import LoadOptions, ModelSource
 from ..passages import shadow
-from .options import AsJson, Revision, command, problems, screen
+from .options import AsJson, Revision, command, print_json, problems, screen
 
 app = typer.Typer()
 
@@ -124,7 +124,7 @@ def evaluate(
             }
             records.append(record)
     if as_json:
-        typer.echo(json.dumps(records, ensure_ascii=False, indent=2))
+        print_json(records)
     else:
         for title in sets:
             screen.print(file_table(title, [one for one in records if one["dataset"] == title]))
@@ -142,12 +142,12 @@ def evaluate(
 def _measure(source: ModelSource, sets: LabelledSets, threshold: float | None) -> Measured:
     """A system's scores, and the threshold: as given, its own, or the best over all files."""
     name = source.name
-    with problems.status(f"Loading {name} ..."):
+    with problems.status(Text(f"Loading {name} ...")):
         system = load_reranker(source)
     warn_of_reuse(name, system.labelled_data, sets)
     scored = {}
     for title, queries in sets.items():
-        shown = track(queries, f"{name}, {title}", console=problems, transient=True)
+        shown = track(queries, escape(f"{name}, {title}"), console=problems, transient=True)
         scored[title] = score_dataset(system, shown)
     origin = "given"
     if threshold is None:

@@ -1,6 +1,7 @@
 """What the ``rsrank`` commands share: consoles, options, and the decorator that makes a command."""
 
 import inspect
+import json
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,8 +21,9 @@ from ..errors import InputError, RSRankError, needs_torch, problems_of
 from ..language_model.options import LoadOptions, LoadSettings
 from .process import hide_library_progress, prepare
 
-screen = Console(highlight=False)
-problems = Console(stderr=True, highlight=False)
+# Names and paths may hold what looks like markup of rich, such as [a].
+screen = Console(highlight=False, markup=False)
+problems = Console(stderr=True, highlight=False, markup=False)
 
 Model = Annotated[str, Option("--model", "-m", help="Built-in name, artifact folder or Hub id.")]
 System = Annotated[
@@ -85,6 +87,11 @@ def catch_errors(resumes: bool = False) -> Iterator[None]:
 def printable(text: str) -> str:
     """A text of others without control characters, which could change what a terminal shows."""
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\ufffd", text)
+
+
+def print_json(content: Any) -> None:
+    """Print JSON to standard output."""
+    typer.echo(json.dumps(content, ensure_ascii=False, indent=2))
 
 
 def _exit(code: int, message: str) -> None:

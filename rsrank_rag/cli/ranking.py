@@ -7,7 +7,7 @@ import sys
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.progress import track
@@ -22,7 +22,7 @@ from ..method.template import clean
 from ..partial_files import digest_of
 from ..passages.explanation import Explanation
 from ..passages.ranked import passes
-from ..reranker import RankResult
+from ..reranker import RankResult, Threshold
 from .options import (
     AsJson,
     Documents,
@@ -31,6 +31,7 @@ from .options import (
     Revision,
     System,
     command,
+    print_json,
     printable,
     problems,
     screen,
@@ -50,7 +51,7 @@ Prefixes = Annotated[
 def _load(source: ModelSource) -> RSRank:
     from ..rsrank import RSRank
 
-    with problems.status(f"Loading {source.name} ..."):
+    with problems.status(Text(f"Loading {source.name} ...")):
         return RSRank.from_source(source)
 
 
@@ -80,16 +81,12 @@ def read_documents(source: str) -> list[str]:
     for number, line in enumerate(lines, start=1):
         try:
             documents.append(clean(json.loads(line)["text"]))
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise InputError(
                 f'--documents {source}, document {number}: expected JSON with a "text", '
                 f"got {line[:60]!r}."
             ) from None
     return documents
-
-
-def _print_json(content: Any) -> None:
-    typer.echo(json.dumps(content, ensure_ascii=False, indent=2))
 
 
 def result_text(result: RankResult) -> Text:
@@ -133,9 +130,9 @@ def rank(
     texts = read_documents(documents)
     # Without a folder, prefixes are not cached: each document is scored once.
     source = ModelSource(model, revision, load, prefix_cache=prefixes or False)
-    with problems.status(f"Loading {model} ..."):
+    with problems.status(Text(f"Loading {model} ...")):
         ranker = load_reranker(source)
-    limit: float | Literal["native"] | None = "native"
+    limit: Threshold = "native"
     if keep_all:
         limit = None
     elif threshold is not None:
@@ -144,7 +141,7 @@ def rank(
         clean(query), texts, threshold=limit, top_n=top_n, min_docs=min_docs, extract=extract
     )
     if as_json:
-        _print_json(result.to_dict())
+        print_json(result.to_dict())
     else:
         screen.print(result_text(result), soft_wrap=True)
 
@@ -196,7 +193,7 @@ def explain(
     if as_json:
         fields = asdict(explanation)
         del fields["head_parts"]
-        _print_json(fields)
+        print_json(fields)
     else:
         screen.print(explanation_text(explanation, ranker.config.threshold), soft_wrap=True)
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
+from rich.text import Text
 from typer import Option
 
 from ..errors import InputError, TrainingError
@@ -122,7 +123,7 @@ def tune(
         goal = Goal("recall", recall)
     elif precision is not None:
         goal = Goal("precision", precision)
-    with problems.status(f"Scoring {data} ..."):
+    with problems.status(Text(f"Scoring {data} ...")):
         tuned = tune(source, data, output, goal, force=force, show=show_tuned)
     if tuned.problem and not force:
         raise TrainingError(f"Nothing was written: {tuned.problem}. --force writes it.")

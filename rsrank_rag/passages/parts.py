@@ -35,13 +35,17 @@ OVERLAP = 4
 SEAM = 4
 
 
+LongDocuments = Literal["cut", "windows"]
+"""How a document that is too long is read; see `Reading`."""
+
+
 class ReadingOptions(TypedDict, total=False):
     """The fields of `Reading`. None for ``long_documents`` is what the reranker does by default."""
 
     extract: Literal["sentences"] | None
     context: int
     heading: bool
-    long_documents: Literal["cut", "windows"] | None
+    long_documents: LongDocuments | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +69,7 @@ class Reading:
     extract: Literal["sentences"] | None = None
     context: int = 0
     heading: bool = False
-    long_documents: Literal["cut", "windows"] = "cut"
+    long_documents: LongDocuments = "cut"
 
     def __post_init__(self) -> None:
         check_choice("extract", self.extract, "sentences", None)
@@ -75,7 +79,7 @@ class Reading:
             raise InputError("context and heading have no effect without extract='sentences'.")
 
     @classmethod
-    def of(cls, options: ReadingOptions, default: Literal["cut", "windows"] = "cut") -> Self:
+    def of(cls, options: ReadingOptions, default: LongDocuments = "cut") -> Self:
         """The reading with these options. ``default`` replaces None for ``long_documents``."""
         fields: Any = {**options, "long_documents": options.get("long_documents") or default}
         return cls(**fields)

@@ -5,7 +5,6 @@ import math
 from collections.abc import Sequence
 from concurrent.futures import Future
 from operator import attrgetter
-from typing import Literal
 
 from pydantic import SecretStr
 from typing_extensions import Unpack
@@ -17,6 +16,7 @@ from ..reranker import (
     RankOptions,
     RankResult,
     Reranker,
+    Threshold,
     as_list,
     check_limits,
     check_text,
@@ -107,7 +107,7 @@ class RemoteReranker(Reranker):
         self,
         query: str,
         documents: list[str],
-        threshold: float | Literal["native"] | None = "native",
+        threshold: Threshold = "native",
         top_n: int | None = None,
         min_docs: int = 0,
         long_queries: LongQueries = "cut",

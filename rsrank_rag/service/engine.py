@@ -154,7 +154,8 @@ def _check_process(error: BaseException) -> None:
 
 def _with_fitting_queries(reranker: Reranker, pairs: Sequence[Pair]) -> list[Pair]:
     """The pairs. A query that is too long is cut if its pair allows it."""
-    queries = {pair.query: reranker.fit_query(pair.query) for pair in pairs if pair.cut_query}
+    uncut = dict.fromkeys(pair.query for pair in pairs if pair.cut_query)
+    queries = {query: reranker.fit_query(query) for query in uncut}
     return [replace(pair, query=queries[pair.query]) if pair.cut_query else pair for pair in pairs]
 
 

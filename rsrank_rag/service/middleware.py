@@ -296,7 +296,9 @@ class _Body:
         self._middleware = middleware
         self._record = record
         self._is_complete = False
-        self._exists = "transfer-encoding" in headers or "content-length" in headers
+        # Content-Length may be 0.
+        length = headers.get("content-length", "0")
+        self._exists = "transfer-encoding" in headers or length != "0"
         self.bytes = 0
 
     @property

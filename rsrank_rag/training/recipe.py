@@ -32,6 +32,7 @@ class ModelPart(LoadSettings, extra="forbid"):
     name: str = ""
     """Folder or Hub id of the language model. A recipe with a base ignores the name."""
     revision: str | None = None
+    """Commit, tag or branch on the Hub: of the language model, or of the recipe's base."""
     max_length: PositiveInt | None = None
 
 
@@ -83,10 +84,12 @@ class Recipe(BaseModel, extra="forbid", frozen=True):
         ignored = [f"fit.{name}" for name in sorted(self.fit.model_fields_set - {"seed"})]
         if self.features.last_layer is not None:
             ignored.append("features.last_layer")
+        if self.template != Template():
+            ignored.append("template")
         if self.base is not None and ignored:
             raise ValueError(
                 f"{', '.join(ignored)} cannot be set: fine-tuning an artifact ({self.base}) keeps "
-                "its layers and has an objective of its own. See [fine_tuning] in "
+                "its layers and template, and has an objective of its own. See [fine_tuning] in "
                 "docs/training.md, or take a recipe without a base, such as encoder"
             )
         return self

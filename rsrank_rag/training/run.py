@@ -172,12 +172,12 @@ class TrainingRun:
         part = recipe.model
         options = part.load_options()
         if recipe.base is not None:
-            folder = hub.resolve(recipe.base)
+            folder = hub.resolve(recipe.base, part.revision)
             config = hub.read_config(folder)
             if not options.dtype and options.runtime_for(config.backbone.model_type) == "onnx":
                 # The artifact will run on ONNX Runtime, which has no bfloat16.
                 options = options.model_copy(update={"dtype": "float32"})
-            source = ModelSource(recipe.base, load=options, max_length=part.max_length)
+            source = ModelSource(recipe.base, part.revision, options, max_length=part.max_length)
             core, prompts, projection = open_on_torch(source, folder, config)
             return _Model(core, prompts, config, projection, folder)
         core, prompts = open_model(

@@ -338,6 +338,19 @@ def test_a_folder_of_other_settings_is_not_continued_and_the_difference_is_named
         score(source, tmp_path / "out", settings=settings)
 
 
+def test_the_scores_of_a_file_of_the_same_name_in_another_folder_are_not_taken_for_its_own(
+    tmp_path,
+):
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        write_lines(tmp_path / name / "rows.jsonl", rows_of(2))
+    score(tmp_path / "first" / "rows.jsonl", tmp_path / "out")
+    for source in (tmp_path / "second", tmp_path / "second" / "rows.jsonl"):
+        with pytest.raises(InputError, match=r"input: '.*first' there, '.*second' wanted"):
+            score(source, tmp_path / "out")
+    assert score(tmp_path / "first", tmp_path / "out")["skipped"] == 1
+
+
 def test_a_folder_that_holds_other_files_of_these_names_is_left_alone(tmp_path):
     source = write_lines(tmp_path / "rows.jsonl", rows_of(2))
     (tmp_path / "out").mkdir()

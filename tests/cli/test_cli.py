@@ -94,6 +94,21 @@ def test_threshold_top_n_min_docs_and_keep_all_are_passed_on(artifact, passages)
     assert len(rank_json(artifact, "-d", passages, "--keep-all", "--top-n", "1")["kept"]) == 1
 
 
+def test_names_that_look_like_markup_are_shown_as_they_are(artifact, passages, tmp_path):
+    folder = tmp_path / "[bold]" / "a[" / "b]"
+    said = run("index", "-m", artifact, "-d", passages, "-p", str(folder)).stdout
+    assert str(folder) in said.replace("\n", "")
+    copy = shutil.copytree(artifact, folder / "[" / "red]")
+    assert run("rank", "-m", str(copy), "-q", "[i]", "-d", passages).stdout.startswith("'[i]': ")
+
+
+def test_json_that_is_nested_too_deeply_is_an_error_of_its_line(artifact, tmp_path):
+    path = tmp_path / "deep.jsonl"
+    path.write_text('{"text": ' + "[" * 200_000)
+    said = run("rank", "-q", QUERY, "-m", artifact, "-d", str(path), code=2).stderr
+    assert "document 1: expected JSON" in said
+
+
 def test_keep_all_beside_a_threshold_is_an_error_and_neither_is_ignored(artifact, passages):
     options = ["-m", artifact, "-q", QUERY, "-d", passages, "--keep-all", "--threshold", "0"]
     result = run("rank", *options, code=2)
@@ -118,7 +133,7 @@ def test_explain_shows_that_a_blank_document_has_no_parts(artifact):
 def test_rank_finds_documents_that_were_read_ahead_of_time(artifact, passages, tmp_path):
     folder = str(tmp_path / "prefixes")
     run("index", "-d", passages, "-m", artifact, "-p", folder, "--dtype", "float32")
-    kept = rank_json(artifact, "-d", passages, "-p", folder)
+    kept = rank_json(artifact, "-d", passages, "-p", str(folder))
     plain = rank_json(artifact, "-d", passages)
     for name in ("kept", "dropped"):
         assert [row["index"] for row in kept[name]] == [row["index"] for row in plain[name]]

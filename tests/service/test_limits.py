@@ -114,6 +114,13 @@ def test_an_idle_connection_is_closed():
         assert is_closed(connection)
 
 
+def test_a_request_that_announces_an_empty_body_keeps_its_connection():
+    with address_of(scheduler(Numbers())) as url, httpx.Client() as client:
+        answer = client.get(f"{url}/health", headers={"Content-Length": "0"})
+    assert answer.status_code == 200
+    assert "connection" not in answer.headers
+
+
 def test_a_clients_pipelined_requests_are_answered_in_turn_with_others():
     backend, may_go_on = scheduler(Numbers()), threading.Event()
     may_go_on.set()

@@ -439,6 +439,13 @@ class ShortQueries(Numbers):
         return Explanation(query, document, score, False, (), (), (), ())
 
 
+def test_a_query_of_many_pairs_is_cut_once(monkeypatch):
+    cut = []
+    monkeypatch.setattr(ShortQueries, "fit_query", lambda self, query: cut.append(query) or "q")
+    Engine(ShortQueries(), "fake").run([Pair("a long query", str(n)) for n in range(9)])
+    assert cut == ["a long query"]
+
+
 def test_a_long_query_is_cut_for_the_pairs_that_allow_it_and_for_no_other():
     engine = Engine(ShortQueries(), "fake")
     asked = [Pair("a long query", "1", cut_query=cut) for cut in (True, False)]

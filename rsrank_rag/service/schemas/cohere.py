@@ -10,7 +10,7 @@ from pydantic import BaseModel, FailFast, Field, FiniteFloat, model_validator
 from typing_extensions import Self
 
 from ...passages import shadow
-from ...passages.parts import Excerpt, Reading, Window
+from ...passages.parts import Excerpt, LongDocuments, Reading, Window
 from ...reranker import RankedDocument, check_limits
 from ..error_responses import RequestError
 from .common import Count, Flag, Scores, ScoringRequest, Text, TextObject, Usage, text_of
@@ -93,7 +93,7 @@ class RerankRequest(ScoringRequest):
     """Keep so many sentences around each such sentence, too."""
     heading: Flag = False
     """Documents begin with a line that is kept with any of their sentences."""
-    long_documents: Literal["cut", "windows"] = "cut"
+    long_documents: LongDocuments = "cut"
     """windows: read long documents in parts; the best part's score counts."""
 
     @property
