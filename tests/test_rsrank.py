@@ -849,6 +849,12 @@ def test_an_explanation_of_many_layers_fits_a_terminal():
     assert max(map(len, str(explanation).splitlines())) <= 80
 
 
+def test_a_line_break_among_the_tokens_breaks_no_row_of_an_explanation():
+    explanation = Explanation("q", "d", 2.0, False, ("é", "\n"), (1,), ((1.0,), (1.0,)), ())
+    _, first, second, last = str(explanation).splitlines()
+    assert [line.split()[0] for line in (first, second, last)] == ["é", r"\n", "score"]
+
+
 def batches_of(lengths, budget):
     found, batches = [], Batches([tuple(range(length)) for length in lengths], budget)
     for batch in batches:

@@ -66,10 +66,12 @@ class Explanation:
             # The similarity terms of the whole query.
             labels.append("whole")
             totals.append(self.agreement - math.fsum(self.matches))
-        width = max(len(token) for token in (*self.tokens, "score"))
+        # A token may be a line break.
+        names = [*(repr(token)[1:-1] for token in self.tokens), "score"]
+        width = max(map(len, names))
         head = " ".join(f"{label:>6}" for label in labels)
         lines = [f"{'token':<{width}}  {'total':>7}  {head}"]
-        rows = [*zip(self.tokens, terms.sum(1), terms, strict=True), ("score", self.score, totals)]
+        rows = zip(names, [*terms.sum(1), self.score], [*terms, totals], strict=True)
         for name, total, row in rows:
             cells = " ".join(f"{term:>+6.2f}" for term in row)
             lines.append(f"{name:<{width}}  {total:>+7.3f}  {cells}")
