@@ -24,7 +24,7 @@ def main() -> None:
     screen.print(f"\n{len(result.kept)} of {len(passages)} passages go to the language model.")
     screen.print("No threshold was tuned: a passage is kept if its score is above zero.\n")
 
-    screen.print("Why? A score is a sum over the query's tokens (rows) and the layers (columns):\n")
+    screen.print("Why? The score by the query's tokens (rows), by layers and similarity terms:\n")
     for document in (result.kept[:1], result.dropped[-1:]):
         for ranked in document:
             explanation = ranker.explain(QUERY, ranked.text)

@@ -210,7 +210,7 @@ def create_rsrank_tool(
     name: str,
     description: str,
     *,
-    nothing_relevant: str = "No passage answers this.",
+    nothing_relevant: str = "No passage scored above the threshold.",
     separator: str = "\n\n",
 ) -> StructuredTool:
     """A tool with which an agent looks something up and gets the relevant passages only.
@@ -252,7 +252,7 @@ def create_rsrank_middleware(
     *,
     tools: Sequence[str] = (),
     query_key: str = "query",
-    nothing_relevant: str = "No passage answers this.",
+    nothing_relevant: str = "No passage scored above the threshold.",
     separator: str = "\n\n",
 ) -> Any:
     """A middleware for LangChain's agents that drops irrelevant passages of retrieval tools.

@@ -172,13 +172,13 @@ def test_what_the_notebook_on_agents_says_that_an_agent_reads_is_in_its_outputs(
     ]
     assert puffins in answered
     assert "Puffins" in re.findall(r"^   [+][\d.]+  (.*)$", answered, re.M)
-    assert unanswered.startswith("No passage answers this.\n")
+    assert unanswered.startswith("No passage scored above the threshold.\n")
     counts = re.findall(r"^   (with|without) +(\d+) passages, +([\d,]+) characters$", text, re.M)
     assert [(name, count) for name, count, _ in counts[::2]] == [("without", "15")] * 2
     kept, none = [(count, characters) for _, count, characters in counts[1::2]]
     assert 0 < int(kept[0]) < 15
-    assert none == ("0", str(len("No passage answers this.")))
-    assert text.rstrip().endswith("No passage answers this.")
+    assert none == ("0", str(len("No passage scored above the threshold.")))
+    assert text.rstrip().endswith("No passage scored above the threshold.")
 
 
 def test_no_notebook_shows_progress_bars_or_logs():

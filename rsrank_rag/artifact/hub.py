@@ -14,6 +14,7 @@ from ..errors import ArtifactError, BackboneError, nearest
 from ..language_model.options import ENCODER_FILES, LoadOptions
 from ..method.arrays import Array, to_numpy
 from ..method.formula import Weights
+from .card import is_hub_id
 from .config import RSRankConfig, content_digest
 
 if TYPE_CHECKING:
@@ -60,8 +61,9 @@ def resolve(
             )
         return BUILTIN / name if name in builtin else Path(name)
     failure = f"The artifact {name!r} is neither built in ({', '.join(builtin)}) nor a local folder"
-    if "/" not in name and (suggestion := nearest(name, builtin)):
-        raise ArtifactError(f"{failure}.{suggestion}")
+    suggestion = nearest(name, builtin)
+    if not is_hub_id(name) or (suggestion and "/" not in name):
+        raise ArtifactError(f"{failure}. Check the name (owner/name) or the path.{suggestion}")
     try:
         return download(name, revision, load, ARTIFACT_FILES)
     except BackboneError as error:

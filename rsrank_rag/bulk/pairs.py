@@ -42,7 +42,7 @@ class PairScorer:
       error.
     - ``kept``: whether the score is above the model's native threshold. False for a blank
       document; null without a score or without such a threshold.
-    - ``truncated``: whether the document's end was not read.
+    - ``truncated``: whether the document's end, or the middle of a long query, was not read.
     - ``error``: why there is no score, else null.
 
     >>> from functools import partial
@@ -98,7 +98,7 @@ class PairScorer:
         kept = None
         if threshold is not None:
             kept = passes(scored.score, threshold)
-        return PairResult(scored.score, kept, scored.truncated)
+        return PairResult(scored.score, kept, scored.truncated or outcome.query_truncated)
 
     def _outcomes(self, pairs: Sequence[Pair]) -> list[Outcome]:
         """Score pairs.

@@ -43,17 +43,14 @@ class LoadingOptions(LoadSettings, use_attribute_docstrings=True):
     """Threads on a CPU. Default: OMP_NUM_THREADS, or the cores that this process may use."""
 
 
-def _options_of(model: type[BaseModel]) -> list[Parameter]:
+def _options_of(model: type[BaseModel]) -> Iterator[Parameter]:
     """An option for each field."""
     kinds: dict[str, Any] = get_type_hints(model)
-    options = []
     for name, field in model.model_fields.items():
         # A switch without a name of its own would get a second one, --no-NAME.
         option = Option(f"--{name.replace('_', '-')}", help=field.description)
         kind: Any = Annotated[kinds[name], option]
-        parameter = Parameter(name, Parameter.KEYWORD_ONLY, default=field.default, annotation=kind)
-        options.append(parameter)
-    return options
+        yield Parameter(name, Parameter.KEYWORD_ONLY, default=field.default, annotation=kind)
 
 
 @contextmanager

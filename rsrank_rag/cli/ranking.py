@@ -107,7 +107,7 @@ def rank(
     threshold: Annotated[
         float | None, Option(help="Keep documents above this. Default: the model's own.")
     ] = None,
-    keep_all: Annotated[bool, Option("--keep-all", help="Rank only, drop nothing.")] = False,
+    keep_all: Annotated[bool, Option("--keep-all", help="Rank without a threshold.")] = False,
     top_n: Annotated[int | None, Option(help="Keep at most this many.")] = None,
     min_docs: Annotated[int, Option(help="Keep at least this many.")] = 0,
     extract: Annotated[
@@ -126,7 +126,7 @@ def rank(
     `cat passages.jsonl | rsrank rank -q "How do bees find flowers?" -d - --json`
     """
     if keep_all and threshold is not None:
-        raise InputError("--keep-all drops nothing, so it takes no --threshold. Leave one out.")
+        raise InputError("--keep-all ranks without a threshold: leave out --threshold.")
     texts = read_documents(documents)
     # Without a folder, prefixes are not cached: each document is scored once.
     source = ModelSource(model, revision, load, prefix_cache=prefixes or False)
@@ -207,7 +207,7 @@ def explanation_text(explanation: Explanation, threshold: float) -> Text:
     if threshold:
         verdict = f"{verdict}: the threshold is {threshold:g}"
     if explanation.truncated:
-        verdict += " (the document's end was not read)"
+        verdict += " (by its beginning alone; rank reads long documents in windows)"
     return Text.assemble(
         (printable(explanation.query), "bold"),
         "\n",

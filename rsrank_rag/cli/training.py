@@ -111,7 +111,8 @@ def tune(
     can be named wherever a model can be named: it stands for the system with this threshold.
 
     Nothing is written if no threshold reaches the goal, or if queries that did not choose the
-    threshold miss the goal: F1 is lower, or precision or recall is missed beyond chance.
+    threshold miss the goal: F1 is lower and the threshold would change, or precision or recall is
+    missed beyond chance.
     """
     from ..training.tune import Goal, tune
 
@@ -144,7 +145,8 @@ def show_verdict(verdict: Verdict, names: tuple[str, str]) -> None:
 
     title = (
         f"Measured on queries that were left out: {verdict.queries}. Precision counts those that "
-        "keep something, recall those with an answer. With 95% intervals, if 10 or more count."
+        "keep something, recall those with an answer. With 95% intervals, if 10 or more count "
+        "and not all agree."
     )
     table = Table("", *names, "difference", title=title, title_justify="left")
     for name, words in MEASURES.items():

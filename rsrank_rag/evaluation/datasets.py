@@ -64,8 +64,9 @@ def warn_of_reuse(model: str, used: Collection[str], names: Iterable[str]) -> No
     for name in names:
         if dataset_name(name) in used:
             logger.warning(
-                "Labels of a set called %s trained %s or chose its threshold. If they are these "
-                "labels, the figures are too high for new queries.",
+                "A set called %s is recorded in %s: its labels trained the weights, or chose this "
+                "or an earlier threshold. If they are these labels, figures may be too high for "
+                "new queries.",
                 name,
                 model,
             )

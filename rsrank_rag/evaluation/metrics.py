@@ -46,8 +46,8 @@ class ScoredQuery:
 
 
 def best_first(scores: Sequence[float]) -> list[int]:
-    """Positions of scores, the highest first; equal scores keep their order."""
-    return sorted(range(len(scores)), key=lambda place: -scores[place])
+    """Positions of scores: the highest first, `BLANK_SCORE` last; equal scores keep their order."""
+    return sorted(range(len(scores)), key=lambda n: (scores[n] == BLANK_SCORE, -scores[n]))
 
 
 def plain(value: float | None) -> str:

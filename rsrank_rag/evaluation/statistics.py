@@ -1,5 +1,6 @@
 """How sure a mean or a difference is: percentile bootstrap intervals over queries."""
 
+from collections.abc import Callable
 from functools import lru_cache
 
 import numpy as np
@@ -35,9 +36,13 @@ class Estimate(Record):
 
         An interval without width is left out: queries that all agree say little about others.
         """
-        if self.low is None or self.low == self.high:
-            return f"{self.mean:.3f}"
-        return f"{self.mean:.3f} ({self.low:.3f} to {self.high:.3f})"
+        return self.shown("{:.3f}".format)
+
+    def shown(self, number: Callable[[float], str]) -> str:
+        """As ``str``, with another format for numbers."""
+        if self.low is None or self.high is None or self.low == self.high:
+            return number(self.mean)
+        return f"{number(self.mean)} ({number(self.low)} to {number(self.high)})"
 
     def proves(self, value: float) -> bool:
         """Whether all of the interval is at or above a value, and the interval has a width.

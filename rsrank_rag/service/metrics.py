@@ -61,11 +61,13 @@ class Metrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """Every counter and level of the backend."""
         stats = self.backend.stats()
-        for name, text, value in (
-            ("ready", "1 if requests are answered.", self.backend.readiness() is None),
-            ("waiting_documents", "Documents of requests without an answer.", stats["waiting"]),
-        ):
-            yield GaugeMetricFamily(f"rsrank_{name}", text, float(value))
+        is_ready = float(self.backend.readiness() is None)
+        yield GaugeMetricFamily("rsrank_ready", "1 if requests are answered.", is_ready)
+        yield GaugeMetricFamily(
+            "rsrank_waiting_documents",
+            "Documents of requests without an answer.",
+            stats["waiting"],
+        )
         for name, text in COUNTERS.items():
             value = stats[name.removeprefix("prefix_")]
             yield CounterMetricFamily(f"rsrank_{name}", text, value)

@@ -86,20 +86,20 @@ class FeatureExtractor:
         nothing = torch.zeros_like(shift), [0.0]
         features = [by_document.get(ids, nothing) for ids in documents]
         shifts = torch.cat([shift for shift, _ in features], dim=2)
-        if not bool(torch.isfinite(shifts).all()):
+        if not torch.isfinite(shifts).all():
             raise TrainingError(
                 f"Query {query.id!r} has shifts that are not finite in {self.options.dtype}. Set "
                 "features.dtype=bfloat16, or load the model in bfloat16 or float32."
             )
-        similarities = []
-        for _, (cosine, *matches) in features[: len(labels)]:
-            similarities.append((cosine, math.fsum(matches)))
+        similarities = tuple(
+            (cosine, math.fsum(matches)) for _, (cosine, *matches) in features[: len(labels)]
+        )
         return QueryFeatures(
             shifts,
             labels,
             tokenised.length,
             oracle=len(documents) > len(labels),
-            similarities=tuple(similarities),
+            similarities=similarities,
         )
 
     def _read(self, batch: list[Row]) -> dict[Ids, tuple[Tensor, list[float]]]:
@@ -119,12 +119,8 @@ class FeatureExtractor:
     def _documents(self, query: LabelledQuery, query_length: int) -> list[Ids]:
         """Token ids of each document, then of all relevant ones joined, if any of them has text."""
         prompts = self.reader.prompts
-        texts: list[str] = []
-        relevant: list[str] = []
-        for document in query.documents:
-            texts.append(document.content())
-            if document.relevant:
-                relevant.append(texts[-1])
+        texts = [document.content() for document in query.documents]
+        relevant = [document.content() for document in query.documents if document.relevant]
         documents = [prompt.ids for prompt in prompts.documents(texts, query_length)]
         if any(map(str.strip, relevant)):
             documents.append(joined_documents(prompts, relevant, query_length))

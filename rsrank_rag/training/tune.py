@@ -139,7 +139,8 @@ class Tuned:
             if self.value_before >= self.goal.value:
                 before += ", which reaches the goal already"
         return (
-            f"The threshold {aim} {self.goal} that keeps the {keeps} documents: {self.estimate}. "
+            f"The threshold {aim} {self.goal} that keeps the {keeps} documents: "
+            f"{self.estimate.shown(plain)}. "
             f"On the {self.counted} of {self.verdict.queries} queries that count, {name} is "
             f"{self.value}, with {self.share_kept:.1%} of the documents kept; {self._so_far} it is "
             f"{before}."
@@ -193,8 +194,7 @@ def find_threshold(queries: Sequence[ScoredQuery], goal: Goal, before: float | N
     """
     if not any(any(query.relevant) for query in queries):
         raise InputError(
-            "A threshold cannot be tuned: no query has a relevant document, so the best threshold "
-            "drops everything. Label queries that have one."
+            "A threshold cannot be tuned: no query has a relevant document. Add queries with one."
         )
     sweep = ThresholdSweep(queries, goal.metric)
     held_out: list[ScoredQuery] = []

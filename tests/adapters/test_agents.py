@@ -66,7 +66,7 @@ async def test_what_a_retrieval_tool_returns_is_pruned_for_its_query(asynchronou
     scores = [document.metadata["relevance_score"] for document in message.artifact]
     assert scores == [3.0, 1.0]
     message = await answer(search, asynchronous, threshold=5.0)
-    assert (message.content, message.artifact) == ("No passage answers this.", [])
+    assert (message.content, message.artifact) == ("No passage scored above the threshold.", [])
     message = await answer(search, asynchronous, threshold=5.0, nothing_relevant="Nothing.")
     assert message.content == "Nothing."
 

@@ -392,7 +392,7 @@ def test_a_tool_says_in_words_that_nothing_is_relevant(compressor):
     retriever = RSRankRetriever(base_retriever=base, compressor=compressor)
     call = {"name": "library", "args": {"query": "q"}, "id": "1", "type": "tool_call"}
     message = create_rsrank_tool(retriever, "library", "Points.").invoke(call)
-    assert (message.content, message.artifact) == ("No passage answers this.", [])
+    assert (message.content, message.artifact) == ("No passage scored above the threshold.", [])
     tool = create_rsrank_tool(retriever, "library", "Points.", nothing_relevant="Ask somebody.")
     assert tool.invoke({"query": "q"}) == "Ask somebody."
 

@@ -495,8 +495,8 @@ def test_the_model_card_tells_the_hub_and_the_reader_what_it_is():
     ):
         assert part in text
     assert "Two epochs." in text
-    assert "Documents above 0 are relevant." in text
-    assert "Documents above -0.25 are relevant." in model_card(config_with(threshold=-0.25))
+    assert "Documents above 0 are kept." in text
+    assert "Documents above -0.25 are kept." in model_card(config_with(threshold=-0.25))
     assert "are loaded" not in text
     assert "4 layers, the first 3 are loaded)" in model_card(config_with(layers=(1, 2)))
     assert (

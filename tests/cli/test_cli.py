@@ -112,7 +112,7 @@ def test_json_that_is_nested_too_deeply_is_an_error_of_its_line(artifact, tmp_pa
 def test_keep_all_beside_a_threshold_is_an_error_and_neither_is_ignored(artifact, passages):
     options = ["-m", artifact, "-q", QUERY, "-d", passages, "--keep-all", "--threshold", "0"]
     result = run("rank", *options, code=2)
-    assert "--keep-all drops nothing, so it takes no --threshold." in result.stderr
+    assert "--keep-all ranks without a threshold:" in result.stderr
 
 
 def test_no_documents_give_two_empty_lists(artifact):
@@ -150,7 +150,9 @@ def test_explain_says_kept_or_dropped_by_the_threshold_of_the_model():
     explanation = Explanation("q", "d", 0.4, False, ("q",), (1,), ((0.4,),), (((0.4,),),))
     assert explanation_text(explanation, 0.0).plain.endswith("\nkept")
     cut = replace(explanation, truncated=True)
-    assert explanation_text(cut, 0.0).plain.endswith("\nkept (the document's end was not read)")
+    assert explanation_text(cut, 0.0).plain.endswith(
+        "\nkept (by its beginning alone; rank reads long documents in windows)"
+    )
     above = explanation_text(explanation, 0.5).plain
     assert above.endswith("\ndropped: the threshold is 0.5")
 

@@ -363,7 +363,7 @@ def test_labels_that_trained_the_base_or_chose_its_threshold_are_named(
         projection = hub.read_projection(fused, config)
         run_module.write_trained(tmp_path / "base", other, projection, fused)
         train(before, after, "--base", tmp_path / "base")
-        assert ("Labels of a set called own trained" in caplog.text) is is_named
+        assert ("A set called own is recorded in" in caplog.text) is is_named
 
 
 def test_an_artifact_is_fine_tuned_and_says_how(fused, tmp_path):

@@ -71,7 +71,7 @@ def test_a_threshold_that_keeps_the_same_documents_stays():
         assert (tuned.threshold, tuned.problem) == (0.3, None)
         # It was not chosen, so it has no interval.
         assert f"threshold with {goal} that keeps the " in tuned.summary
-        assert "documents: 0.300. On the " in tuned.summary
+        assert "documents: 0.3. On the " in tuned.summary
 
 
 def test_a_threshold_that_stays_is_no_loss_on_other_queries():
@@ -387,7 +387,7 @@ def test_a_tuned_system_can_be_named_wherever_a_model_can(tuned_bm25, tmp_path):
 
 
 def test_labels_that_chose_the_threshold_before_are_named(tuned_bm25, tmp_path, caplog):
-    caution = "Labels of a set called own trained"
+    caution = "A set called own is recorded in"
     other = written(tmp_path / "other.jsonl", labelled(6))
     own = written(tmp_path / "own.jsonl", labelled(6))
     for command in (("evaluate",), ("tune", "--output", tmp_path / "again.json", "--force")):
