@@ -166,6 +166,18 @@ def test_a_blank_document_is_not_kept_and_without_a_threshold_nothing_is():
     assert found["score"] == [-998.0, BLANK_SCORE]
 
 
+class ShortQueries(Lengths):
+    """Reads four characters of a query."""
+
+    def fit_query(self, query):
+        return query[:4]
+
+
+def test_a_row_says_that_its_query_was_cut():
+    found = PairScorer(ShortQueries)({"query": ["long query", "q"], "document": ["d", "d"]})
+    assert found["truncated"] == [True, False]
+
+
 def test_pairs_without_a_score_are_named_and_the_others_scored(tmp_path):
     rows = [
         *rows_of(3),

@@ -26,6 +26,7 @@ from rsrank_rag.evaluation.metrics import (
     ScoredQuery,
     ThresholdSweep,
     apply_rule,
+    best_first,
     best_threshold,
     present_means,
     ranking_measures,
@@ -33,7 +34,7 @@ from rsrank_rag.evaluation.metrics import (
     selection_measures,
 )
 from rsrank_rag.evaluation.systems.bm25 import BM25
-from rsrank_rag.reranker import Reranker
+from rsrank_rag.reranker import BLANK_SCORE, Reranker
 
 # scores, best first: 3+ 2- 1+ 0-   (+ relevant)
 MIXED = ScoredQuery([0.0, 3.0, 1.0, 2.0], [False, True, True, False])
@@ -479,3 +480,12 @@ def test_a_file_of_other_bytes_is_an_error_that_names_it(name, content, tmp_path
     (tmp_path / name).write_bytes(content)
     with pytest.raises(InputError, match=rf"{name}(, line 1| could not be read): "):
         read_labelled(tmp_path / name)
+
+
+def test_blank_documents_rank_last_for_a_reranker_with_lower_scores_too():
+    scores = [BLANK_SCORE, -20_000.0, -30_000.0]
+    assert best_first(scores) == [1, 2, 0]
+    assert Rule(-25_000.0, min_docs=1).select(scores) == [1]
+    query = ScoredQuery(scores, [False, True, False])
+    assert ranking_measures([query])["ndcg@5"].tolist() == [1.0]
+    assert best_threshold([query]) == (-25_000.0, 1.0)

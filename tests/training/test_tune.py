@@ -74,6 +74,20 @@ def test_a_threshold_that_keeps_the_same_documents_stays():
         assert "documents: 0.3. On the " in tuned.summary
 
 
+def test_a_small_threshold_is_shown_as_it_is_and_not_as_zero():
+    queries, _ = scorings(20)
+    small = [
+        ScoredQuery([score / 100_000 for score in query.scores], query.relevant)
+        for query in queries
+    ]
+    shown = []
+    for scored in (queries, small):
+        tuned = find_threshold(scored, Goal(), before=None)
+        words = tuned.summary.partition("documents: ")[2].partition(". On the ")[0]
+        shown.append([float(part.strip("()")) for part in words.split() if part != "to"])
+    assert shown[1] == pytest.approx([number / 100_000 for number in shown[0]], rel=0.1)
+
+
 def test_a_threshold_that_stays_is_no_loss_on_other_queries():
     queries, _ = scorings(20)
     first = find_threshold(queries, Goal(), before=None)
