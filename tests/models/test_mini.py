@@ -135,7 +135,7 @@ def test_the_demo_shows_kept_and_dropped_passages_and_the_parts_of_a_score():
     for expected in (
         "kept",
         "dropped",
-        "A score is a sum over",
+        "Why? The score by",
         "passages go to the language model",
     ):
         assert expected in output
