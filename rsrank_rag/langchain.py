@@ -150,7 +150,7 @@ class RSRankRetriever(BaseRetriever, extra="forbid"):
     base retriever gets the other keywords. A keyword that neither takes raises TypeError, and so
     does a misspelling of one of the three.
 
-    Args:
+    Attributes:
         base_retriever: Any retriever, or a Runnable from a query to documents.
         compressor: Keeps the relevant documents; by default an `RSRankCompressor`.
     """
