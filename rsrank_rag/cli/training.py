@@ -108,7 +108,7 @@ def tune(
     `rsrank tune --model mini --data labelled.jsonl --output runs/tuned --precision 0.8`
 
     For another system, such as `cross-encoder:NAME`, the output is a file `NAME.json`. That file
-    can be named wherever a model can be named: it stands for the system with this threshold.
+    can be named wherever such a system can be named: it stands for the system with this threshold.
 
     Nothing is written if no threshold reaches the goal, or if queries that did not choose the
     threshold miss the goal: F1 is lower and the threshold would change, or precision or recall is
