@@ -152,7 +152,7 @@ def _measure(source: ModelSource, sets: LabelledSets, threshold: float | None) -
     origin = "given"
     if threshold is None:
         threshold = system.threshold
-        origin = "native"
+        origin = "its own"
     if threshold is None:
         threshold = shared_threshold(list(scored.values()))
         origin = "the best over all files, counted alike; this system has no native threshold"

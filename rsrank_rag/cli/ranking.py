@@ -289,6 +289,6 @@ def score(
     )
     screen.print(
         f"{numbers['rows']:,} new rows, {numbers['errors']:,} without a score (column error); "
-        f"files in {output}: {numbers['files']:,} new, {numbers['skipped']:,} there already",
+        f"files in {output}: {numbers['files']:,} written, {numbers['skipped']:,} complete before",
         soft_wrap=True,
     )

@@ -284,7 +284,12 @@ def tune(
     if isinstance(ranker, RSRank):
         config = ranker.config
         training = config.training.model_copy(
-            update={"notes": f"{config.training.notes} {note}".strip(), "data": used}
+            # The recorded figures were measured at another threshold.
+            update={
+                "notes": f"{config.training.notes} {note}".strip(),
+                "data": used,
+                "metrics": {},
+            }
         )
         config = config.model_copy(update={"threshold": tuned.threshold, "training": training})
         write_trained(

@@ -439,3 +439,15 @@ def test_the_threshold_is_zero_unless_the_config_gives_another(fused):
     assert config.threshold == 0.0
     moved = config.model_copy(update={"threshold": -0.5})
     assert RSRankConfig.parse(moved.model_dump_json(), source="x").threshold == -0.5
+
+
+def test_figures_of_another_threshold_leave_the_artifact(ranker, tmp_path):
+    training = ranker.config.training.model_copy(update={"metrics": {"held out": {"f1": 0.9}}})
+    config = ranker.config.model_copy(update={"training": training})
+    measured = RSRank(ranker.backbone, ranker.prompts, ranker.projection, config)
+    measured.save_pretrained(tmp_path / "base")
+    data = written(tmp_path / "own.jsonl", labelled(12))
+    source = ModelSource(str(tmp_path / "base"))
+    tune_module.tune(source, data, tmp_path / "tuned", Goal("recall", 0.5), force=True)
+    assert hub.read_config(tmp_path / "base").training.metrics
+    assert hub.read_config(tmp_path / "tuned").training.metrics == {}
