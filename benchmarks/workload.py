@@ -24,6 +24,7 @@ from rsrank_rag import Projection, RSRank, Template
 from rsrank_rag.language_model.fusion import layers_of
 from rsrank_rag.language_model.options import LoadOptions
 from rsrank_rag.method.formula import combine, representational_shift, shift_terms
+from rsrank_rag.method.scoring import of_layer
 
 WORDS = """
 river stone early market signal window quiet number garden engine letter summer copper valley
@@ -195,7 +196,7 @@ class Plain:
                 shift = representational_shift(
                     found[layer][:, :, tokens.scored], alone[layer][:, :, tokens.scored]
                 )
-                terms = shift_terms(shift, *projection.of_layer(layer))
+                terms = shift_terms(shift, *of_layer(projection, layer))
                 total += terms.mean(-1).sum(-1)
             scores += combine(total, agreement, projection.agreement).tolist()
         return scores

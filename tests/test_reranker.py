@@ -274,6 +274,12 @@ def test_a_result_is_a_sequence_of_what_was_kept_and_false_where_nothing_was():
     assert not result_of(-1.0)
 
 
+def test_a_result_gives_all_documents_in_the_order_in_which_they_were_passed():
+    result = result_of(2.0, -1.0, 3.0)
+    assert [document.score for document in result.in_order] == [2.0, -1.0, 3.0]
+    assert rank([]).in_order == []
+
+
 def test_a_result_says_whether_nothing_was_relevant_and_how_near_the_best_came():
     assert (result_of(2.0, -1.0).none_relevant, result_of(2.0, -1.0).best_score) == (False, 2.0)
     nothing = rank([-1.0, -0.25])

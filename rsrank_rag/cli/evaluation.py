@@ -144,7 +144,7 @@ def _measure(source: ModelSource, sets: LabelledSets, threshold: float | None) -
     name = source.name
     with problems.status(Text(f"Loading {name} ...")):
         system = load_reranker(source)
-    warn_of_reuse(name, system.labelled_data, sets)
+    reused = warn_of_reuse(name, system.labelled_data, sets)
     scored = {}
     for title, queries in sets.items():
         shown = track(queries, escape(f"{name}, {title}"), console=problems, transient=True)
@@ -157,7 +157,7 @@ def _measure(source: ModelSource, sets: LabelledSets, threshold: float | None) -
         threshold = shared_threshold(list(scored.values()))
         origin = "the best over all files, counted alike; this system has no native threshold"
         problems.print(f"{name}: threshold {plain(threshold)} (rounded): {origin}.", soft_wrap=True)
-    return Measured(name, threshold, origin, scored)
+    return Measured(name, threshold, origin, scored, reused)
 
 
 def rules_table(name: str, scored: Sequence[ScoredQuery], threshold: float) -> Table:

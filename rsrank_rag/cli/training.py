@@ -70,7 +70,9 @@ def train(
             screen.print(f"{value:.3f} {MEASURES[name]}, on validation queries")
     else:
         show_verdict(result.verdict, ("base", "fine-tuned"))
-        screen.print(f"verdict: {result.verdict}", soft_wrap=True)
+        screen.print(f"verdict on the fine-tuned weights: {result.verdict}", soft_wrap=True)
+        if result.verdict.problem and not force:
+            screen.print("--force writes them.")
     screen.print(f"written: {result.written}", soft_wrap=True)
     screen.print(
         f"artifact: {run.artifact}\nTry it:   rsrank rank --model {run.artifact} -q ... -d FILE"

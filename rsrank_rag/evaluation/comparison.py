@@ -54,6 +54,8 @@ class SystemResult(Record):
     name: str
     threshold: float  # the threshold in use, in the system's own units
     threshold_origin: str  # such as "native"
+    # Sets whose labels may have trained the system or chosen its threshold.
+    reused: tuple[str, ...] = ()
     metrics: dict[str, Estimate]
     sets: dict[str, SetResult]
 
@@ -86,6 +88,7 @@ class Measured:
     threshold: float
     origin: str  # of the threshold, such as "native"
     scored: Mapping[str, Sequence[ScoredQuery]]  # set -> scored queries, in the order of the set
+    reused: Sequence[str] = ()  # see `SystemResult`
 
 
 def compare(systems: Sequence[Measured], sets: LabelledSets) -> Comparison:
@@ -145,6 +148,7 @@ def _system(system: Measured) -> SystemResult:
         name=system.name,
         threshold=system.threshold,
         threshold_origin=system.origin,
+        reused=tuple(system.reused),
         metrics=metrics,
         sets=sets,
     )

@@ -53,23 +53,27 @@ def dataset_name(path: str | Path) -> str:
     return Path(path).name.removesuffix(".gz").removesuffix(".jsonl")
 
 
-def warn_of_reuse(model: str, used: Collection[str], names: Iterable[str]) -> None:
+def warn_of_reuse(model: str, used: Collection[str], names: Iterable[str]) -> list[str]:
     """Log a warning for each set whose labels may have trained a model or chosen its threshold.
 
     Args:
         model: The model's name.
         used: See `Reranker.labelled_data`.
         names: Names of the sets that measure the model.
+
+    Returns:
+        The names of these sets.
     """
-    for name in names:
-        if dataset_name(name) in used:
-            logger.warning(
-                "A set called %s is recorded in %s: its labels trained the weights, or chose this "
-                "or an earlier threshold. If they are these labels, figures may be too high for "
-                "new queries.",
-                name,
-                model,
-            )
+    reused = [name for name in names if dataset_name(name) in used]
+    for name in reused:
+        logger.warning(
+            "A set called %s is recorded in %s: its labels trained the weights, or chose this "
+            "or an earlier threshold. If they are these labels, figures may be too high for "
+            "new queries.",
+            name,
+            model,
+        )
+    return reused
 
 
 def read_sets(paths: Iterable[str | Path]) -> dict[str, list[LabelledQuery]]:

@@ -1,7 +1,6 @@
 """Run a reranker over a labelled set, and summarise what it ranks and keeps."""
 
 from collections.abc import Iterable, Sequence
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -44,8 +43,7 @@ def score_dataset(reranker: Reranker, queries: Iterable[LabelledQuery]) -> list[
         except ScoringError as error:
             error.query = repr(query.id)
             raise
-        scores = [document.score for document in sorted(result, key=attrgetter("index"))]
-        scored.append(ScoredQuery(scores, labels))
+        scored.append(ScoredQuery([document.score for document in result.in_order], labels))
     return scored
 
 

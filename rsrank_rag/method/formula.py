@@ -130,21 +130,8 @@ def combine(shift_score: Array, similarity: Array, weights: Array | None) -> Arr
     return shift_score + similarity_terms(similarity, weights).sum(-1)
 
 
-class ByLayer:
-    """B and its head weights, for `shift_terms`."""
-
-    weight: Array
-    layers: tuple[int, ...]
-    head_weight: Array | None
-
-    def of_layer(self, layer: int) -> tuple[Array, Array | None]:
-        """B of one backbone layer, (H, P, D), and its head weights, (H,)."""
-        row = self.layers.index(layer)
-        return self.weight[row], None if self.head_weight is None else self.head_weight[row]
-
-
 @dataclass(frozen=True)
-class Weights(ByLayer):
+class Weights:
     """B, (L, H, P, D), and its optional weights, in arrays; see `projection.Projection`."""
 
     weight: Array

@@ -58,10 +58,6 @@ class Probe(Cache):  # type: ignore[misc]  # transformers has no types
         """Positions before the tokens of this run."""
         return self.length
 
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        """The same, for the masks of transformers."""
-        return self.length
-
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         """The number of keys that a mask covers, and the first of them."""
         return self.length + query_length, 0

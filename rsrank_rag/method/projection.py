@@ -6,10 +6,8 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from .formula import ByLayer
 
-
-class Projection(nn.Module, ByLayer):
+class Projection(nn.Module):
     """The projection matrix B of the paper (Section 4.3), shape (L, H, P, D), always fp32.
 
     Args:

@@ -183,7 +183,7 @@ def score_rows(
     layers: list[Array] = []
 
     def add(layer: int, shifts: Array) -> None:
-        layers.append(cast(shift_terms(shifts, *projection.of_layer(layer)), "float64"))
+        layers.append(cast(shift_terms(shifts, *of_layer(projection, layer)), "float64"))
 
     similarity = reader.read(rows, add)
     xp = namespace(similarity)
@@ -194,3 +194,10 @@ def score_rows(
     scores = combine(terms.sum((1, 2, 3)) / lengths, similarity, projection.agreement)
     terms = terms / lengths[:, None, None, None]
     return scores, terms, similarity_terms(similarity, projection.agreement)
+
+
+def of_layer(projection: Projection | Weights, layer: int) -> tuple[Array, Array | None]:
+    """For `shift_terms`: B of one backbone layer, (H, P, D), and its head weights, (H,) or None."""
+    row = projection.layers.index(layer)
+    heads = projection.head_weight
+    return projection.weight[row], None if heads is None else heads[row]

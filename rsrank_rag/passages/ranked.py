@@ -4,6 +4,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from operator import attrgetter
 from typing import Any
 
 from ..errors import InputError, finite
@@ -91,6 +92,11 @@ class RankResult:
     def texts(self) -> list[str]:
         """Texts of the kept documents, best first, or of their sentences that are kept."""
         return [document.extract for document in self.kept]
+
+    @property
+    def in_order(self) -> list[RankedDocument]:
+        """All documents, kept or dropped, in the order in which they were passed to `rank`."""
+        return sorted((*self.kept, *self.dropped), key=attrgetter("index"))
 
     @property
     def best_score(self) -> float | None:

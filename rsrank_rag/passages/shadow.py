@@ -4,7 +4,6 @@ import json
 import logging
 from collections.abc import Iterable
 from dataclasses import replace
-from operator import attrgetter
 
 from pydantic import BaseModel
 
@@ -34,8 +33,7 @@ class LogLine(BaseModel):
 
 def log(result: RankResult) -> None:
     """Log a call in one line of JSON, without a word of its texts."""
-    everything = (*result.kept, *result.dropped)
-    saved = sum(len(document.text) for document in everything) - sum(map(len, result.texts))
+    saved = sum(len(document.text) for document in result.in_order) - sum(map(len, result.texts))
     call = Call(
         threshold=result.threshold,
         none_relevant=result.none_relevant,
@@ -48,8 +46,7 @@ def log(result: RankResult) -> None:
 
 def everything(result: RankResult) -> RankResult:
     """The same documents in their first order, whole, and all of them kept."""
-    documents = sorted((*result.kept, *result.dropped), key=attrgetter("index"))
-    kept = tuple(replace(document, excerpts=()) for document in documents)
+    kept = tuple(replace(document, excerpts=()) for document in result.in_order)
     return replace(result, kept=kept, dropped=())
 
 

@@ -4,7 +4,6 @@ import asyncio
 import math
 from collections.abc import Sequence
 from concurrent.futures import Future
-from operator import attrgetter
 
 from pydantic import SecretStr
 from typing_extensions import Unpack
@@ -78,7 +77,7 @@ class RemoteReranker(Reranker):
     def score(self, query: str, documents: Sequence[str]) -> list[float]:
         """Scores in input order."""
         result = self.rank(query, documents, threshold=None)
-        return [document.score for document in sorted(result.kept, key=attrgetter("index"))]
+        return [document.score for document in result.in_order]
 
     def rank(
         self, query: str, documents: Sequence[str], **options: Unpack[RankOptions]

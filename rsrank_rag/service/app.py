@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -130,12 +131,13 @@ def create_app(backend: Scheduler, settings: Settings | None = None) -> FastAPI:
     return app
 
 
+@dataclass
 class _Service:
-    def __init__(self, backend: Scheduler, settings: Settings, metrics: Metrics) -> None:
-        self.backend = backend
-        self.settings = settings
-        self.metrics = metrics
-        self.created = int(time.time())
+    backend: Scheduler
+    settings: Settings
+    metrics: Metrics
+    # In seconds since 1970.
+    started: float = field(default_factory=time.time)
 
     def add_routes(self, app: FastAPI) -> None:
         """Add all routes to an app."""
@@ -194,7 +196,7 @@ class _Service:
 
     async def model(self, name: str) -> others.ModelCard:
         """The model that is served, under any name. Clients of Xinference ask for it."""
-        return others.ModelCard(id=self.backend.description.name, created=self.created)
+        return others.ModelCard(id=self.backend.description.name, created=int(self.started))
 
     async def info(self) -> Info:
         """The model and the service's limits."""

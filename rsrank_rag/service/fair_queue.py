@@ -155,6 +155,7 @@ class QueueClient:
                     served += item.cost
 
 
+@dataclass
 class FairQueue:
     """The clients with work.
 
@@ -164,10 +165,9 @@ class FairQueue:
         credit: Tokens below ``clock`` at which a new client starts.
     """
 
-    def __init__(self) -> None:
-        self.clients: dict[str, QueueClient] = {}
-        self.clock = 0.0
-        self.credit = 0.0
+    clients: dict[str, QueueClient] = field(default_factory=dict)
+    clock: float = 0.0
+    credit: float = 0.0
 
     @property
     def waiting(self) -> dict[str, int]:

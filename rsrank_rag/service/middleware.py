@@ -9,6 +9,7 @@ import os
 import re
 import uuid
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -191,7 +192,9 @@ class RequestMiddleware:
         # Without a secret, because prefixes on disk must be found again by the next run.
         salt = hashlib.sha256(client).hexdigest() if self.settings.separate_clients else ""
         scope["state"] = {**scope.get("state", {}), "record": record, "salt": salt}
-        body = _Body(receive, self, record, headers)
+        # Content-Length may be 0.
+        length = headers.get("content-length", "0")
+        body = _Body(receive, self, record, "transfer-encoding" in headers or length != "0")
         has_started = False
 
         async def send_marked(message: Message) -> None:
@@ -278,6 +281,7 @@ async def _discard(receive: Receive) -> None:
         pass
 
 
+@dataclass
 class _Body:
     """Receives a request's body, and counts its bytes.
 
@@ -285,45 +289,39 @@ class _Body:
     memory together with other bodies (429).
     """
 
-    def __init__(
-        self,
-        receive: Receive,
-        middleware: RequestMiddleware,
-        record: RequestRecord,
-        headers: Headers,
-    ) -> None:
-        self._receive = receive
-        self._middleware = middleware
-        self._record = record
-        self._is_complete = False
-        # Content-Length may be 0.
-        length = headers.get("content-length", "0")
-        self._exists = "transfer-encoding" in headers or length != "0"
-        self.bytes = 0
+    receive: Receive
+    middleware: RequestMiddleware
+    record: RequestRecord
+    # Whether the request has a body.
+    exists: bool
+    # Whether the body has arrived.
+    is_complete: bool = False
+    # Bytes that have arrived.
+    bytes: int = 0
 
     @property
     def is_open(self) -> bool:
         """Whether a part of the body is still to come."""
-        return self._exists and not self._is_complete
+        return self.exists and not self.is_complete
 
     async def __call__(self) -> Message:
-        if self._is_complete:
+        if self.is_complete:
             # After the body, only the message comes that the client has left.
-            return await self._receive()
-        settings = self._middleware.settings
+            return await self.receive()
+        settings = self.middleware.settings
         try:
-            message = await asyncio.wait_for(self._receive(), settings.seconds_left(self._record))
+            message = await asyncio.wait_for(self.receive(), settings.seconds_left(self.record))
         except asyncio.TimeoutError:
             text = f"The body did not arrive in {settings.timeout:g} seconds."
             raise HTTPException(408, text) from None
-        self._is_complete = not message.get("more_body")
+        self.is_complete = not message.get("more_body")
         size = len(message.get("body", b""))
         self.bytes += size
-        self._middleware.open_bytes += size
+        self.middleware.open_bytes += size
         if self.bytes > settings.max_body_bytes:
             text = f"The body is too large; it may have {settings.max_body_bytes:,} bytes."
             raise HTTPException(413, text)
-        if self._middleware.open_bytes > BODIES * settings.max_body_bytes:
+        if self.middleware.open_bytes > BODIES * settings.max_body_bytes:
             text = "Too much is being sent at a time. Try again later."
             raise HTTPException(429, text, {"Retry-After": "1"})
         return message

@@ -254,7 +254,7 @@ class TrainingRun:
         if self.force:
             problem = None
         projection = base
-        written = f"the weights of {recipe.base}, unchanged: {problem} (--force writes the others)"
+        written = f"the weights of {recipe.base}, unchanged: {problem}"
         if problem is None:
             projection = tuned.projection
             written = f"fine-tuned weights, {verdict} on {verdict.queries} queries held out"

@@ -138,12 +138,15 @@ class Tuned:
             before = plain(self.value_before)
             if self.value_before >= self.goal.value:
                 before += ", which reaches the goal already"
+        drops = ""
+        if self.share_kept == 1:
+            drops = " It drops none of these documents."
         return (
             f"The threshold {aim} {self.goal} that keeps the {keeps} documents: "
             f"{self.estimate.shown(plain)}. "
             f"On the {self.counted} of {self.verdict.queries} queries that count, {name} is "
             f"{self.value}, with {self.share_kept:.1%} of the documents kept; {self._so_far} it is "
-            f"{before}."
+            f"{before}.{drops}"
             f"{self._on_other_queries()}"
         )
 

@@ -275,7 +275,10 @@ def test_a_loss_of_recall_alone_is_named_and_the_base_is_written(train, fused, t
     assert "the share of answerable queries with nothing relevant kept changes by 0.300" in said
     assert f"written: the weights of {fused}, unchanged: fine-tuned weights are worse" in said
     assert moved_by(fused, tmp_path) == 0.0
-    assert "unchanged" in (tmp_path / "run" / "artifact" / "README.md").read_text()
+    card = (tmp_path / "run" / "artifact" / "README.md").read_text()
+    assert "unchanged" in card
+    # A card is read where there is no command to repeat.
+    assert "--force" not in card
 
 
 def test_fine_tuned_weights_that_lose_something_are_written_by_force_and_named(
@@ -295,16 +298,19 @@ def test_the_base_is_written_where_few_queries_cannot_rule_out_a_loss(train, fus
     before = [ScoredQuery([1.0, 0.5], labels)] * 20
     after = [ScoredQuery([1.0, -1.0], labels)] * 19 + [ScoredQuery([-0.5, -1.0], labels)]
     said = train(before, after)
-    assert "verdict: better: " in said
+    assert "verdict on the fine-tuned weights: better: " in said
     assert f"written: the weights of {fused}, unchanged: 20 queries held out (fewer than" in said
+    assert "--force writes them." in said
     assert moved_by(fused, tmp_path) == 0.0
-    assert "written: fine-tuned weights, better: " in train(before, after, "--force")
+    said = train(before, after, "--force")
+    assert "written: fine-tuned weights, better: " in said
+    assert "--force" not in said
     assert moved_by(fused, tmp_path) == 1.0
 
 
 def test_fine_tuned_weights_that_gain_are_written_with_their_penalty(train, fused, tmp_path):
     said = train(*scorings(100, help=0.8))
-    assert "verdict: better: " in said
+    assert "verdict on the fine-tuned weights: better: " in said
     assert "written: fine-tuned weights, better: " in said
     assert moved_by(fused, tmp_path) == 1.0
 
@@ -312,7 +318,7 @@ def test_fine_tuned_weights_that_gain_are_written_with_their_penalty(train, fuse
 def test_a_base_that_no_penalty_improves_is_said_to_be_written(train, fused, tmp_path):
     before, _ = scorings()
     said = train(before, before, gains=False)
-    assert "verdict: no difference beyond chance" in said
+    assert "verdict on the fine-tuned weights: no difference beyond chance" in said
     assert f"written: the weights of {fused}, unchanged: no penalty gained more than" in said
     assert moved_by(fused, tmp_path) == 0.0
     settings = hub.read_config(tmp_path / "run" / "artifact").training.settings
@@ -372,7 +378,8 @@ def test_an_artifact_is_fine_tuned_and_says_how(fused, tmp_path):
     arguments = ("train", "--base", fused, "--data", data, "--output", tmp_path / "run")
     said = run(*arguments, *SETTINGS, *settings, "--force")
     assert "Measured on queries that were left out: 6" in said
-    for word in ("nDCG@5", "precision", "recall", "F1", "nothing", "verdict: ", "written: "):
+    assert "verdict on the fine-tuned weights: " in said
+    for word in ("nDCG@5", "precision", "recall", "F1", "nothing", "written: "):
         assert word in said
     verdict = json.loads((tmp_path / "run" / "verdict.json").read_text())
     assert set(verdict["difference"]) >= {"ndcg@5", "recall", "f1", "left_with_nothing"}

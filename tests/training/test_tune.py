@@ -163,8 +163,18 @@ def test_a_threshold_that_keeps_everything_says_so_and_keeps_it_in_other_units()
     queries = [ScoredQuery([4.0, 0.0, 0.0], [True, True, False])] * 4
     tuned = find_threshold(queries, Goal("recall", 1.0), before=None)
     assert "with 100.0% of the documents kept" in tuned.summary
+    assert "It drops none of these documents." in tuned.summary
     assert tuned.threshold < 0 < (0.0 - tuned.threshold) / 1e3
     assert f"{tuned.threshold:.3f}" == "-0.004"
+
+
+def test_a_threshold_that_drops_one_document_of_many_does_not_claim_to_drop_none():
+    # 100.0% is a rounded share.
+    queries = [ScoredQuery([4.0] * 1500, [True] * 1500)] * 3
+    queries.append(ScoredQuery([4.0] * 1500 + [-1.0], [True] * 1500 + [False]))
+    tuned = find_threshold(queries, Goal("recall", 1.0))
+    assert "with 100.0% of the documents kept" in tuned.summary
+    assert "drops none" not in tuned.summary
 
 
 def test_a_threshold_of_few_queries_has_no_interval():
@@ -410,6 +420,17 @@ def test_labels_that_chose_the_threshold_before_are_named(tuned_bm25, tmp_path, 
         run(*command, "--model", tuned_bm25, "--data", own)
         assert caution in caplog.text
         caplog.clear()
+
+
+def test_a_report_names_reused_labels_on_its_page_and_in_its_numbers(tuned_bm25, tmp_path):
+    own = written(tmp_path / "own.jsonl", labelled(6))
+    other = written(tmp_path / "other.jsonl", labelled(6))
+    models = ("--model", "bm25", "--model", tuned_bm25)
+    run("evaluate", *models, "--data", own, "--data", other, "--report", tmp_path / "report")
+    numbers = json.loads((tmp_path / "report" / "report.json").read_text("utf-8"))
+    assert [system["reused"] for system in numbers["systems"]] == [[], ["own"]]
+    page = (tmp_path / "report" / "index.html").read_text("utf-8")
+    assert page.count("records labelled sets of these names: own.") == 1
 
 
 def test_a_tuned_file_is_for_other_systems_and_a_folder_for_artifacts(fused, tmp_path):

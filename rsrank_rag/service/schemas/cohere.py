@@ -3,7 +3,6 @@
 import math
 import time
 from dataclasses import replace
-from operator import attrgetter
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, FailFast, Field, FiniteFloat, model_validator
@@ -143,7 +142,7 @@ class RerankRequest(ScoringRequest):
         if self.weaviates is not None:
             every = [
                 DocumentScore(document=one.text, score=scores.shown(one.score))
-                for one in sorted(scores.ranked().kept, key=attrgetter("index"))
+                for one in scores.ranked().in_order
             ]
         usage = scores.usage
         units = math.ceil(len(scores.outcomes) / SEARCH_UNIT)
