@@ -67,6 +67,7 @@ def measure(
         for system in rng.sample(systems, len(systems)):
             system.prepare()
             _wait()
+            _wait_for_threads()
             started = time.perf_counter()
             system.run()
             _wait()
@@ -106,6 +107,15 @@ def machine() -> str:
 def _wait() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+
+
+def _wait_for_threads() -> None:
+    """Wait until this process is idle: threads of ONNX Runtime spin for a while after a run."""
+    while True:
+        before = time.process_time()
+        time.sleep(0.05)
+        if time.process_time() - before < 0.005:
+            return
 
 
 def _flops(system: System) -> int:

@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -32,6 +33,7 @@ class PairResult(NamedTuple):
 COLUMNS = PairResult._fields
 
 
+@dataclass(eq=False)
 class PairScorer:
     """Adds scores to a batch of rows. The model is loaded at the first call.
 
@@ -58,9 +60,8 @@ class PairScorer:
         name: What messages call the model.
     """
 
-    def __init__(self, make: Callable[[], Reranker], name: str = "the model") -> None:
-        self.make = make
-        self.name = name
+    make: Callable[[], Reranker]
+    name: str = "the model"
 
     def __getstate__(self) -> dict[str, Any]:
         return {"make": self.make, "name": self.name}
@@ -86,8 +87,8 @@ class PairScorer:
         results = [no_text] * len(columns["query"])
         for place, outcome in zip(pairs, self._outcomes(list(pairs.values())), strict=True):
             results[place] = self._result(outcome)
-        for place, name in enumerate(COLUMNS):
-            columns[name] = [result[place] for result in results]
+        for name in COLUMNS:
+            columns[name] = [getattr(result, name) for result in results]
         return columns
 
     def _result(self, outcome: Outcome) -> PairResult:

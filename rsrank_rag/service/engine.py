@@ -34,15 +34,15 @@ Work = Callable[[Reranker, list[Any]], list[Any]]
 """Gives one value for each item."""
 
 
+@dataclass
 class Engine:
     """A reranker for which an error on one pair does not affect the other pairs of a call.
 
     Every method raises DeviceLostError if nothing more can be scored in this process.
     """
 
-    def __init__(self, reranker: Reranker, name: str) -> None:
-        self.reranker = reranker
-        self.name = name
+    reranker: Reranker
+    name: str
 
     def describe(self, canary: Canary | None) -> Description:
         """The model that is served. Its complaint says if the canary was ranked wrongly."""

@@ -118,6 +118,33 @@ def test_a_score_in_int8_is_the_same_in_every_way_and_near_float32(rounded, exac
         np.testing.assert_allclose(scores, expected, rtol=0, atol=NEIGHBOURS, err_msg=way)
 
 
+def test_few_tokens_of_documents_run_together_however_large_the_batch(rounded, monkeypatch):
+    sizes = []
+    run = onnx_runtime.Session.run
+
+    def recorded(self, feeds, outputs=()):
+        if self is rounded.backbone._sessions.documents:
+            sizes.append(feeds["embedded"].shape[:2])
+        return run(self, feeds, outputs)
+
+    monkeypatch.setattr(onnx_runtime.Session, "run", recorded)
+    monkeypatch.setattr(onnx_runtime, "TOKENS", 10**6)
+    documents = [rounded.prompts.documents([text], 0)[0].ids for text in PASSAGES]
+    documents.append((*documents[0], *documents[1] * 4)[:300])
+    whole = rounded.backbone.prefill(documents)
+    assert len(sizes) == 1
+    monkeypatch.setattr(onnx_runtime, "TOKENS", 200)
+    sizes.clear()
+    prefixes = rounded.backbone.prefill(documents)
+    assert sum(rows for rows, _ in sizes) == len(documents)
+    assert all(rows * tokens <= 200 or rows == 1 for rows, tokens in sizes)
+    assert prefixes.lengths == whole.lengths == tuple(map(len, documents))
+    for number in range(len(documents)):
+        np.testing.assert_allclose(
+            prefixes.row(number).states, whole.row(number).states, rtol=0, atol=1e-4
+        )
+
+
 def test_prefixes_on_disk_are_read_again_and_are_not_those_of_torch(tmp_path):
     first = RSRank.from_pretrained(runtime="onnx", prefix_cache=tmp_path)
     assert first.index(PASSAGES) == len(PASSAGES)
