@@ -51,7 +51,12 @@ ROWS = {
 
 @command(app)
 def report(
-    log: Annotated[Path, typer.Argument(help="Log of calls or requests in shadow mode.")],
+    log: Annotated[
+        Path,
+        typer.Argument(
+            exists=True, dir_okay=False, help="Log of calls or requests in shadow mode."
+        ),
+    ],
 ) -> None:
     """Say how much shadow mode would have dropped: calls, documents and tokens of a log."""
     with log.open(encoding="utf-8", errors="replace") as lines:
@@ -80,9 +85,7 @@ def evaluate(
     report: Annotated[
         Path | None, Option(help="Folder for a page with tables, figures and worst queries.")
     ] = None,
-    threshold: Annotated[
-        float | None, Option(help="Instead of the system's own (0 for RSRank).")
-    ] = None,
+    threshold: Annotated[float | None, Option(help="Instead of the system's own.")] = None,
 ) -> None:
     """Measure on labelled passages what a threshold keeps and how a model ranks.
 

@@ -119,7 +119,8 @@ def rank(
 ) -> None:
     """Score documents for a query, keep those above the threshold, and drop the others.
 
-    A line holds one document: plain text, or a JSON object with a "text".
+    A line holds one document. The lines are plain text, or all of them are JSON objects with a
+    "text": so they are read if each begins with {.
 
     `rsrank rank -q "How do bees find flowers?" -d passages.txt`
 
@@ -168,7 +169,7 @@ def index(
     parts = ranker.parts(texts)
     count = ranker.index(parts, show_progress=problems.is_terminal)
     screen.print(
-        f"{len(texts):,} documents: {len(parts):,} different parts, {count:,} new, in {prefixes}"
+        f"{len(texts):,} documents: {len(parts):,} different parts, {count:,} run for {prefixes}"
     )
 
 
@@ -256,7 +257,8 @@ def score(
 ) -> None:
     """Score many pairs: files of JSON lines in, a file of the same name out for each.
 
-    After an interruption, repeat the command: complete files are skipped.
+    After an interruption, repeat the command: complete files that are not older than their input
+    are skipped.
 
     A row has a "query" and a "document"; other columns are copied. Added are score, kept (above
     the model's threshold), truncated, and error: why a row has no score, else null.
@@ -289,6 +291,6 @@ def score(
     )
     screen.print(
         f"{numbers['rows']:,} new rows, {numbers['errors']:,} without a score (column error); "
-        f"files in {output}: {numbers['files']:,} written, {numbers['skipped']:,} complete before",
+        f"files in {output}: {numbers['files']:,} written, {numbers['skipped']:,} skipped",
         soft_wrap=True,
     )

@@ -67,9 +67,9 @@ def warn_of_reuse(model: str, used: Collection[str], names: Iterable[str]) -> li
     reused = [name for name in names if dataset_name(name) in used]
     for name in reused:
         logger.warning(
-            "A set called %s is recorded in %s: its labels trained the weights, or chose this "
-            "or an earlier threshold. If they are these labels, figures may be too high for "
-            "new queries.",
+            "%s has the name of a labelled set that is recorded in %s: its labels trained the "
+            "weights, or chose this or an earlier threshold. If they are these labels, figures may "
+            "be too high for new queries.",
             name,
             model,
         )

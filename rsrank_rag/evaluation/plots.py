@@ -87,7 +87,7 @@ def score_histograms(panels: Mapping[str, tuple[Array, Array]], threshold: float
                     label=label,
                 )
             axes.axvline(threshold, color=BLACK, linestyle=":", label="threshold")
-            axes.set_title(name)
+            axes.set_title(name, parse_math=False)
         name_axes(figure, "score", "share of the class")
     return figure
 

@@ -61,12 +61,14 @@ def report(lines: Iterable[str]) -> dict[str, float]:
     for line in lines:
         if "shadow" not in line:
             continue
-        text = "".join(line.partition("{")[1:])
+        # What stands before the line may have braces, too.
+        start = '{"shadow"' if '{"shadow"' in line else "{"
+        text = "".join(line.partition(start)[1:])
         try:
             # The service's log has the line as the message of a line of its own.
             text = json.loads(text).get("message", text)
             calls.append(LogLine.model_validate_json(text).shadow)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
     dropped = sum(len(call.dropped) for call in calls)
     documents = dropped + sum(len(call.kept) for call in calls)

@@ -81,7 +81,7 @@ class Recipe(BaseModel, extra="forbid", frozen=True):
     def _has_a_model(self) -> Self:
         if self.base is None and not self.model.name:
             raise ValueError("name a model, or an artifact as base")
-        ignored = [f"fit.{name}" for name in sorted(self.fit.model_fields_set - {"seed"})]
+        ignored = [f"fit.{name}" for name in sorted(self.fit.model_fields_set)]
         if self.features.last_layer is not None:
             ignored.append("features.last_layer")
         if self.template != Template():

@@ -294,7 +294,9 @@ class TrainingRun:
         recipe = self.recipe
         config = model.config
         record = TrainingRecord(
-            data=(*config.training.data, *(part.title for part in recipe.data)),
+            data=tuple(
+                dict.fromkeys([*config.training.data, *(part.title for part in recipe.data)])
+            ),
             seed=recipe.fit.seed,
             metrics={"held out": result.metrics},
             settings=result.settings,
@@ -332,3 +334,6 @@ def write_trained(
             shutil.copytree(base / INSIDE, new / INSIDE)
         if (base / hub.LIMITS).is_file():
             shutil.copy(base / hub.LIMITS, new)
+        else:
+            # An earlier artifact may have left its limits.
+            (folder / hub.LIMITS).unlink(missing_ok=True)

@@ -87,8 +87,9 @@ class Tuned:
     value: Estimate
     # The queries for which the goal's measure means something.
     counted: int
-    # The documents that score above the new threshold, as a share of all.
-    share_kept: float
+    # All documents, and those that score above the new threshold.
+    documents: int
+    kept: int
     # The threshold so far against thresholds that were chosen without the queries they are
     # measured on.
     verdict: Verdict
@@ -138,15 +139,12 @@ class Tuned:
             before = plain(self.value_before)
             if self.value_before >= self.goal.value:
                 before += ", which reaches the goal already"
-        drops = ""
-        if self.share_kept == 1:
-            drops = " It drops none of these documents."
         return (
             f"The threshold {aim} {self.goal} that keeps the {keeps} documents: "
             f"{self.estimate.shown(plain)}. "
             f"On the {self.counted} of {self.verdict.queries} queries that count, {name} is "
-            f"{self.value}, with {self.share_kept:.1%} of the documents kept; {self._so_far} it is "
-            f"{before}.{drops}"
+            f"{self.value}, with {self.kept:,} of {self.documents:,} documents kept; "
+            f"{self._so_far} it is {before}."
             f"{self._on_other_queries()}"
         )
 
@@ -229,7 +227,8 @@ def find_threshold(queries: Sequence[ScoredQuery], goal: Goal, before: float | N
         value_before=present_means(old).get(goal.metric),
         value=estimate_mean(new[goal.metric]),
         counted=int(np.isfinite(new[goal.metric]).sum()),
-        share_kept=float(new["kept"].sum()) / sum(len(query.scores) for query in queries),
+        documents=sum(len(query.scores) for query in queries),
+        kept=int(new["kept"].sum()),
         verdict=judge(held_out, shifted, (before, 0.0)),
     )
 

@@ -480,9 +480,9 @@ def test_the_command_scores_and_goes_on(tmp_path):
     assert done.exit_code == 0, done.stderr
     said = " ".join(done.stdout.split())
     assert said.startswith("10 new rows, 0 without a score (column error); files in ")
-    assert said.endswith(": 4 written, 0 complete before")
+    assert said.endswith(": 4 written, 0 skipped")
     (output / "shard-02.jsonl").unlink()
-    assert " ".join(run(*arguments).stdout.split()).endswith(": 1 written, 3 complete before")
+    assert " ".join(run(*arguments).stdout.split()).endswith(": 1 written, 3 skipped")
     assert [row["score"] for row in read(output)] == [
         BM25().score(row["query"], [row["document"]])[0] for row in rows_of(10)
     ]

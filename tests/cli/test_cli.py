@@ -142,8 +142,8 @@ def test_rank_finds_documents_that_were_read_ahead_of_time(artifact, passages, t
 def test_index_counts_documents_and_the_different_parts_of_them(artifact, tmp_path):
     (tmp_path / "texts.txt").write_text("A bee dances.\nA bee dances.\nTrains run on rails.\n")
     arguments = ("index", "-d", str(tmp_path / "texts.txt"), "-m", artifact, "-p", str(tmp_path))
-    assert run(*arguments).stdout.startswith("3 documents: 2 different parts, 2 new, in ")
-    assert run(*arguments).stdout.startswith("3 documents: 2 different parts, 0 new, in ")
+    assert run(*arguments).stdout.startswith("3 documents: 2 different parts, 2 run for ")
+    assert run(*arguments).stdout.startswith("3 documents: 2 different parts, 0 run for ")
 
 
 def test_explain_says_kept_or_dropped_by_the_threshold_of_the_model():

@@ -28,6 +28,12 @@ def test_score_histograms_count_every_document_of_its_class():
     assert legend(figure) == {"relevant", "irrelevant", "threshold"}
 
 
+def test_a_set_s_name_is_no_formula():
+    name = "p$q^^{x$"
+    figure = draw_everything(plots.score_histograms({name: ([1.0], [0.0])}, 0.4))
+    assert figure.axes[0].get_title("left") == name
+
+
 def test_the_same_figure_gives_the_same_bytes():
     pngs = [plots.png(plots.score_histograms({"a": ([1.0], [0.0])}, 0.4)) for _ in range(2)]
     assert pngs[0].startswith(b"\x89PNG")

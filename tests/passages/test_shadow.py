@@ -102,10 +102,11 @@ def test_the_report_adds_up_what_was_logged(caplog, tmp_path):
     # Nothing is below minus infinity, which is a threshold like any other.
     log_shadow(RankResult("q", -math.inf, (RankedDocument(0, "a", 1.0),), ()))
     log = tmp_path / "app.log"
-    lines = [f"2026-01-01 INFO {record.message}" for record in caplog.records]
+    lines = [f"2026-01-01 {{app}} INFO {record.message}" for record in caplog.records]
     # A last line with neither a brace nor a line break.
     assert report(["shadow 5"])["calls"] == 0
     foreign = ['{"shadow": true}', '{"message": ["shadow"]}', '{"message": "{\\"shadow\\": 5}"}']
+    foreign.append('{"shadow": ' * 100_000)
     text = "\n".join(["started", *lines, "{shadow", *foreign])
     log.write_text(text, encoding="utf-8")
     with log.open(encoding="utf-8") as opened:
@@ -132,3 +133,5 @@ def test_the_report_adds_up_what_was_logged(caplog, tmp_path):
     assert said.endswith("about 0 tokens would have been saved\n")
     log.write_text("nothing", encoding="utf-8")
     assert CliRunner().invoke(app, ["report", str(log)]).exit_code == 2
+    for missing in (tmp_path / "no.log", tmp_path):
+        assert CliRunner().invoke(app, ["report", str(missing)]).exit_code == 2

@@ -346,6 +346,13 @@ def test_what_was_known_of_the_base_is_known_of_its_copy(train, fused, tmp_path)
     assert kept.training.notes.startswith("By hand. Made by rsrank train: the weights of ")
     assert (tuned.int8, tuned.training.data) == (True, ("tides", "own"))
     assert (tmp_path / "run" / "artifact" / hub.LIMITS).read_text() == "English only."
+    # Without limits and with the same set again.
+    (base / hub.LIMITS).unlink()
+    again = config.model_copy(update={"training": tuned.training})
+    run_module.write_trained(base, again, projection, fused)
+    train(*scorings(100, help=0.8), "--base", base)
+    assert not (tmp_path / "run" / "artifact" / hub.LIMITS).exists()
+    assert hub.read_config(tmp_path / "run" / "artifact").training.data == ("tides", "own")
 
 
 def test_fine_tuned_weights_of_a_tuned_base_say_that_their_threshold_is_zero(
@@ -369,7 +376,7 @@ def test_labels_that_trained_the_base_or_chose_its_threshold_are_named(
         projection = hub.read_projection(fused, config)
         run_module.write_trained(tmp_path / "base", other, projection, fused)
         train(before, after, "--base", tmp_path / "base")
-        assert ("A set called own is recorded in" in caplog.text) is is_named
+        assert ("own has the name of a labelled set" in caplog.text) is is_named
 
 
 def test_an_artifact_is_fine_tuned_and_says_how(fused, tmp_path):
@@ -400,6 +407,6 @@ def test_features_are_read_in_the_precision_in_which_the_artifact_will_run(fused
 
 
 def test_what_an_artifact_decides_cannot_be_set(fused):
-    for setting in ("fit.epochs=3", "features.last_layer=2", "template.suffix='x'"):
+    for setting in ("fit.epochs=3", "fit.seed=7", "features.last_layer=2", "template.suffix='x'"):
         with pytest.raises(InputError, match="cannot be set: fine-tuning an artifact"):
             Recipe.load("your-data", [setting], base=str(fused))

@@ -110,7 +110,7 @@ def test_a_system_without_a_threshold_is_compared_with_keeping_everything():
     queries = [ScoredQuery([2.0, 1.0], [True, False])] * 4
     tuned = find_threshold(queries, Goal(), before=None)
     assert tuned.threshold == 1.5
-    kept = "with 50.0% of the documents kept; with everything kept it is 0.667."
+    kept = "with 4 of 8 documents kept; with everything kept it is 0.667."
     assert f"F1 is 1.000, {kept}" in tuned.summary
     assert "so far" not in tuned.summary
     assert "so far" not in find_threshold(queries, Goal("recall", 0.9), before=None).summary
@@ -162,19 +162,17 @@ def test_a_threshold_that_keeps_everything_says_so_and_keeps_it_in_other_units()
     # A word search gives 0 where no word matches. Moved and scaled, such a score is still kept.
     queries = [ScoredQuery([4.0, 0.0, 0.0], [True, True, False])] * 4
     tuned = find_threshold(queries, Goal("recall", 1.0), before=None)
-    assert "with 100.0% of the documents kept" in tuned.summary
-    assert "It drops none of these documents." in tuned.summary
+    assert "with 12 of 12 documents kept" in tuned.summary
     assert tuned.threshold < 0 < (0.0 - tuned.threshold) / 1e3
     assert f"{tuned.threshold:.3f}" == "-0.004"
 
 
-def test_a_threshold_that_drops_one_document_of_many_does_not_claim_to_drop_none():
-    # 100.0% is a rounded share.
+def test_a_threshold_that_drops_one_document_of_many_does_not_claim_to_keep_all():
+    # As a share, it would be rounded to 100.0%.
     queries = [ScoredQuery([4.0] * 1500, [True] * 1500)] * 3
     queries.append(ScoredQuery([4.0] * 1500 + [-1.0], [True] * 1500 + [False]))
     tuned = find_threshold(queries, Goal("recall", 1.0))
-    assert "with 100.0% of the documents kept" in tuned.summary
-    assert "drops none" not in tuned.summary
+    assert "with 6,000 of 6,001 documents kept" in tuned.summary
 
 
 def test_a_threshold_of_few_queries_has_no_interval():
@@ -411,7 +409,7 @@ def test_a_tuned_system_can_be_named_wherever_a_model_can(tuned_bm25, tmp_path):
 
 
 def test_labels_that_chose_the_threshold_before_are_named(tuned_bm25, tmp_path, caplog):
-    caution = "A set called own is recorded in"
+    caution = "own has the name of a labelled set that is recorded in"
     other = written(tmp_path / "other.jsonl", labelled(6))
     own = written(tmp_path / "own.jsonl", labelled(6))
     for command in (("evaluate",), ("tune", "--output", tmp_path / "again.json", "--force")):
@@ -430,7 +428,7 @@ def test_a_report_names_reused_labels_on_its_page_and_in_its_numbers(tuned_bm25,
     numbers = json.loads((tmp_path / "report" / "report.json").read_text("utf-8"))
     assert [system["reused"] for system in numbers["systems"]] == [[], ["own"]]
     page = (tmp_path / "report" / "index.html").read_text("utf-8")
-    assert page.count("records labelled sets of these names: own.") == 1
+    assert page.count("records labelled sets with the names of these: own.") == 1
 
 
 def test_a_tuned_file_is_for_other_systems_and_a_folder_for_artifacts(fused, tmp_path):
