@@ -10,5 +10,6 @@ def titles(figure):
 
 
 def draw_everything(figure):
-    figure.canvas.draw()  # layout and fonts may fail only here
+    # Layout and fonts may fail only here.
+    figure.draw_without_rendering()
     return figure
