@@ -77,7 +77,7 @@ class LoadSettings(BaseModel, use_attribute_docstrings=True):
 
     def load_options(self, **more: Any) -> LoadOptions:
         """These settings and ``more`` fields of `LoadOptions`."""
-        fields = self.model_dump(include=set(LoadSettings.model_fields))
+        fields = {name: getattr(self, name) for name in LoadSettings.model_fields}
         return LoadOptions(**fields, **more)
 
 

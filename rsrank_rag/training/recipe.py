@@ -128,9 +128,7 @@ class Recipe(BaseModel, extra="forbid", frozen=True):
         Raises:
             InputError: A file cannot be read.
         """
-        queries: list[LabelledQuery] = []
-        for part in self.data:
-            queries += read_labelled(part.file)
+        queries = (query for part in self.data for query in read_labelled(part.file))
         return list(dict.fromkeys(queries))
 
 

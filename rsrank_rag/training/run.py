@@ -303,9 +303,8 @@ class TrainingRun:
             notes=f"Made by rsrank train: {result.written}.",
         )
         if result.projection is model.projection:
-            known = config.training
-            notes = f"{known.notes} {record.notes}".strip()
-            known = known.model_copy(update={"notes": notes})
+            notes = f"{config.training.notes} {record.notes}".strip()
+            known = config.training.model_copy(update={"notes": notes})
             return config.model_copy(update={"training": known})
         update = {
             "max_length": model.prompts.max_length,

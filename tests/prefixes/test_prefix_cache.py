@@ -570,8 +570,8 @@ def test_index_fills_a_folder_ahead_of_time_and_goes_on(ranker, tmp_path):
     command += ["--prefixes", tmp_path / "prefixes", "--device", "cpu", "--dtype", "float32"]
     said = [CliRunner().invoke(app, [str(part) for part in command]) for _ in range(2)]
     assert [result.exit_code for result in said] == [0, 0], said[0].output
-    assert f"{len(DOCUMENTS)} new" in said[0].output
-    assert "0 new" in said[1].output
+    assert f"{len(DOCUMENTS)} run" in said[0].output
+    assert "0 run" in said[1].output
     loaded = RSRank.from_pretrained(
         tmp_path / "artifact", device="cpu", dtype="float32", prefix_cache=tmp_path / "prefixes"
     )
