@@ -31,7 +31,8 @@ from .worker import ModelProcess, ProcessLostError
 
 logger = logging.getLogger(__name__)
 
-# Tokens a second before the first full batch has been timed: about what `mini` runs on two cores.
+# Tokens a second before the first full batch has been timed: less than `mini` runs on one core, so
+# that the first batches are short.
 FIRST_SPEED = 5_000.0
 
 # Full batches whose median is the model's speed. They take 20 seconds, so that a processor that
