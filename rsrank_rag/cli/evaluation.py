@@ -94,11 +94,11 @@ def evaluate(
     counted the same.
 
     Empty lists: queries that keep no document. Answers lost: queries that have a relevant document,
-    but keep none. Kept without an answer: documents kept by a query without a relevant one. AUROC:
-    how well the best score separates lists with a relevant document from lists without one (also
-    lists whose relevant documents were removed). False accepts: share of the lists without a
-    relevant document whose best score reaches the score that 90% of the other lists reach. The last
-    table: other rules, such as the three best, or the first three of the file.
+    but keep no relevant one. Kept without an answer: documents kept by a query without a relevant
+    one. AUROC: how well the best score separates lists with a relevant document from lists without
+    one (also lists whose relevant documents were removed). False accepts: share of the lists
+    without a relevant document whose best score reaches the score that 90% of the other lists
+    reach. The last table: other rules, such as the three best, or the first three of the file.
 
     `rsrank evaluate --data examples/labelled.jsonl --json > metrics.json`
 

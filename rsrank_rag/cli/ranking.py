@@ -22,6 +22,7 @@ from ..method.template import clean
 from ..partial_files import digest_of
 from ..passages.explanation import Explanation
 from ..passages.ranked import passes
+from ..passages.titles import lines_before
 from ..reranker import RankResult, Threshold
 from .options import (
     AsJson,
@@ -58,7 +59,8 @@ def _load(source: ModelSource) -> RSRank:
 def read_documents(source: str) -> list[str]:
     """Documents of a file, or of standard input (``-``), one a line.
 
-    Lines are plain text, or all of them are JSON objects with a "text".
+    Lines are plain text, or all of them are JSON objects with a "text" and perhaps a "title". The
+    title is read as it is in labelled files.
 
     Raises:
         InputError: The file cannot be read, is empty, or a line has no "text".
@@ -80,7 +82,8 @@ def read_documents(source: str) -> list[str]:
     documents = []
     for number, line in enumerate(lines, start=1):
         try:
-            documents.append(clean(json.loads(line)["text"]))
+            row = json.loads(line)
+            documents.append(clean(lines_before(row["text"], row, ("title",)) + row["text"]))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise InputError(
                 f'--documents {source}, document {number}: expected JSON with a "text", '
@@ -119,8 +122,8 @@ def rank(
 ) -> None:
     """Score documents for a query, keep those above the threshold, and drop the others.
 
-    A line holds one document. The lines are plain text, or all of them are JSON objects with a
-    "text": so they are read if each begins with {.
+    A line holds one document. If each line begins with {, the lines are read as JSON objects with
+    a "text", and perhaps a "title" that is read on a line before the text.
 
     `rsrank rank -q "How do bees find flowers?" -d passages.txt`
 

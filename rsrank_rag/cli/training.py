@@ -71,9 +71,9 @@ def train(
     else:
         show_verdict(result.verdict, ("base", "fine-tuned"))
         screen.print(f"verdict on the fine-tuned weights: {result.verdict}", soft_wrap=True)
-        if result.verdict.problem and not force:
-            screen.print("--force writes them.")
     screen.print(f"written: {result.written}", soft_wrap=True)
+    if result.problem and not force:
+        screen.print("--force writes the fine-tuned weights.")
     screen.print(
         f"artifact: {run.artifact}\nTry it:   rsrank rank --model {run.artifact} -q ... -d FILE"
     )
@@ -138,7 +138,10 @@ def show_tuned(tuned: Tuned) -> None:
     screen.print(tuned.summary, soft_wrap=True)
     if tuned.is_new:
         show_verdict(tuned.verdict, ("so far", "tuned"))
-        screen.print(f"on queries that were left out: {tuned.verdict}", soft_wrap=True)
+        screen.print(
+            f"what changes on queries that were left out (the goal decides): {tuned.verdict}",
+            soft_wrap=True,
+        )
 
 
 def show_verdict(verdict: Verdict, names: tuple[str, str]) -> None:

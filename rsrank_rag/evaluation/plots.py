@@ -71,11 +71,10 @@ def score_histograms(panels: Mapping[str, tuple[Array, Array]], threshold: float
     with style():
         figure, grid = panel_grid(panels, 2.2)
         for axes, (name, (relevant, irrelevant)) in zip(grid, panels.items(), strict=True):
-            classes = {
-                "irrelevant": (irrelevant, BLUE, "-"),
-                "relevant": (relevant, VERMILION, "--"),
-            }
-            for label, (values, color, linestyle) in classes.items():
+            for label, values, color, linestyle in (
+                ("irrelevant", irrelevant, BLUE, "-"),
+                ("relevant", relevant, VERMILION, "--"),
+            ):
                 axes.hist(
                     values,
                     edges,

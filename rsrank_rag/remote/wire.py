@@ -115,9 +115,10 @@ def scores_of(answer: Answer, documents: Sequence[str], address: str) -> list[Sc
 
 
 def _scored(row: _Row, document: str) -> Scored:
-    sentences = []
-    for excerpt in row.excerpts or ():
-        sentences.append(replace(excerpt, text=document[excerpt.start : excerpt.end]))
+    sentences = tuple(
+        replace(excerpt, text=document[excerpt.start : excerpt.end])
+        for excerpt in row.excerpts or ()
+    )
     window = row.window
     # A document that fits the model is one window, which is not reported.
     if window is not None and window.count == 1:
@@ -126,4 +127,4 @@ def _scored(row: _Row, document: str) -> Scored:
     score = row.relevance_score
     if score is None:
         score = math.nan
-    return Scored(score, row.truncated, 0, window, tuple(sentences))
+    return Scored(score, row.truncated, 0, window, sentences)

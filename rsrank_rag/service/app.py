@@ -145,12 +145,13 @@ class _Service:
         keys = [Depends(HTTPBearer(auto_error=False))] if self.settings.closed else []
 
         def add(path: str, endpoint: Callable[..., Any], **options: Any) -> None:
-            needed = [] if path in OPEN else keys
-            app.add_api_route(path, endpoint, dependencies=needed, **options)
+            app.add_api_route(path, endpoint, dependencies=[] if path in OPEN else keys, **options)
 
-        any_response = RerankResponse | list[others.TextScore] | others.RankingResponse
         rerank = (RerankRequest, RerankResponse)
-        any_rerank = (AnyRerankRequest, any_response)
+        any_rerank = (
+            AnyRerankRequest,
+            RerankResponse | list[others.TextScore] | others.RankingResponse,
+        )
         posts: dict[str, tuple[Any, Any]] = {
             "/v1/rerank": rerank,
             "/v2/rerank": rerank,
@@ -243,9 +244,14 @@ class _Service:
         record.documents = len(documents)
         outcomes = await self._work(request, body.pairs(request.state.salt), body.explain)
         body.check(outcomes)
-        model = self.backend.description
-        is_normalised = body.normalised(self.settings.normalize)
-        scores = Scores(documents, outcomes, model, is_normalised, record.id, self.settings.drop)
+        scores = Scores(
+            documents,
+            outcomes,
+            self.backend.description,
+            body.normalised(self.settings.normalize),
+            record.id,
+            self.settings.drop,
+        )
         record.tokens = scores.usage.total_tokens
         return scores
 

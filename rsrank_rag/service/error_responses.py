@@ -65,8 +65,9 @@ def error_response(
     text = message.encode("utf-8", "replace").decode()
     rows = [DocumentError(index=index, message=error) for index, error in documents.items()]
     body = Error(error=text, message=text, detail=text, documents=rows or None)
-    content = body.model_dump_json(exclude_none=True)
-    return Response(content, status, headers, media_type="application/json")
+    return Response(
+        body.model_dump_json(exclude_none=True), status, headers, media_type="application/json"
+    )
 
 
 def answer_errors(app: FastAPI) -> None:

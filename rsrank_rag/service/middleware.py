@@ -9,7 +9,8 @@ import os
 import re
 import uuid
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -161,18 +162,18 @@ class Keys:
         self._trouble = trouble
 
 
+@dataclass
 class RequestMiddleware:
     """ASGI middleware: checks the host, the key and the size of each request."""
 
-    def __init__(self, app: ASGIApp, *, settings: Settings, keys: Keys, metrics: Metrics) -> None:
-        self.app = app
-        self.settings = settings
-        self.metrics = metrics
-        self._keys = keys
-        # Without a secret, readers of the logs could try all addresses.
-        self._log_secret = os.urandom(16)
-        self.open_bytes = 0
-        """Bytes of all bodies that are being read or answered."""
+    app: ASGIApp
+    settings: Settings
+    keys: Keys
+    metrics: Metrics
+    # Without a secret, readers of the logs could try all addresses.
+    log_secret: bytes = field(default_factory=partial(os.urandom, 16))
+    # Bytes of all bodies that are being read or answered.
+    open_bytes: int = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -182,9 +183,9 @@ class RequestMiddleware:
         headers = Headers(scope=scope)
         # Clients of Azure send the key by itself.
         azure = f"Bearer {headers.get('api-key', '')}"
-        key = self._keys.find(headers.get("authorization", azure))
+        key = self.keys.find(headers.get("authorization", azure))
         client = key or (scope.get("client") or ("",))[0].encode()
-        client_hash = hashlib.blake2b(client, digest_size=6, key=self._log_secret).hexdigest()
+        client_hash = hashlib.blake2b(client, digest_size=6, key=self.log_secret).hexdigest()
         request_id = headers.get("x-request-id", "")
         if not _REQUEST_ID.fullmatch(request_id):
             request_id = uuid.uuid4().hex
@@ -237,12 +238,14 @@ class RequestMiddleware:
     def _app_for(self, scope: Scope, headers: Headers, key: bytes | None) -> ASGIApp:
         """The app, or the error response of a request that may not reach the app."""
         if not is_own_name(headers.get("host", ""), self.settings):
-            text = "This service has another name. Its operator can add this one: --allowed-host."
-            return error_response(421, text)
+            return error_response(
+                421, "This service has another name. Its operator can add this one: --allowed-host."
+            )
         if "transfer-encoding" in headers and "content-length" in headers:
             # A proxy before the service may have used the other header (request smuggling).
-            text = "A request has Content-Length or Transfer-Encoding, not both."
-            return error_response(400, text)
+            return error_response(
+                400, "A request has Content-Length or Transfer-Encoding, not both."
+            )
         if key or not self.settings.closed or scope["path"] in OPEN:
             return self.app
         text = "This service needs an API key: send it as 'Authorization: Bearer KEY'."

@@ -111,9 +111,8 @@ class Scheduler:
 
     def stats(self) -> Counter[str]:
         """The scheduler's and the reranker's numbers, by name; `metrics` describes each of them."""
-        stats = Counter({**self._counts, **self._model_stats})
-        stats["waiting"] = sum(self._queue.waiting.values())
-        return stats
+        waiting = sum(self._queue.waiting.values())
+        return Counter({**self._counts, **self._model_stats, "waiting": waiting})
 
     @property
     def _speed(self) -> float:

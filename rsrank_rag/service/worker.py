@@ -158,8 +158,9 @@ class ModelProcess:
         try:
             self.description = await self.call("describe", self.canary, limit=self._load_limit)
         except ProcessLostError:
-            text = f"The process that was to hold {self.name} ended while it was loading."
-            raise UnavailableError(text) from None
+            raise UnavailableError(
+                f"The process that was to hold {self.name} ended while it was loading."
+            ) from None
         if self._load_limit == FIRST_LOAD:
             self._load_limit = LATER_LOAD + TIMES_FIRST * self.seconds
         logger.info("%s was loaded in %.1f s.", self.name, self.seconds)

@@ -1,8 +1,7 @@
 """Regularised fine-tuning: an artifact's weights, moved as far as labelled queries speak for it.
 
 Training minimises the loss of all queries plus ``penalty / 2`` times the squared change of the
-weights. The unit of a change moves a typical score equally in every artifact. So few queries change
-the weights little, and many queries change the weights much.
+weights. The unit of a change moves a typical score equally in every artifact.
 
 Several penalties are tried. Cross-validation chooses the penalty with the highest mean of nDCG@5
 and F1 at zero on queries left out of training. Fine-tuning gains if this mean is above the base's

@@ -131,7 +131,7 @@ def fit(
             schedule.step()
             losses.append(torch.cat([loss[None], terms]).detach())
         means = torch.stack(losses).mean(0)
-        if not bool(means.isfinite().all()):
+        if not means.isfinite().all():
             raise TrainingError(
                 f"The loss is not finite in epoch {number}. Set a smaller fit.learning_rate."
             )

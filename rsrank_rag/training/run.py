@@ -49,6 +49,8 @@ class Result:
     settings: dict[str, Any]
     # Which weights these are, and why, in a sentence.
     written: str
+    # Why fine-tuned weights should not be written; empty if nothing speaks against them.
+    problem: str = ""
     # Of fine-tuning: the base's weights against fine-tuned ones, on queries held out.
     verdict: Verdict | None = None
 
@@ -245,24 +247,27 @@ class TrainingRun:
             "penalty": str(tuned.penalty),
             "outcome": verdict.outcome,
         }
-        problem = verdict.problem
+        problems = []
         if not tuned.gains:
-            problem = (
+            problems.append(
                 "no penalty gained more than a standard error in the mean of nDCG@5 and F1 on "
                 "queries held out"
             )
-        if self.force:
-            problem = None
+        if verdict.problem:
+            problems.append(verdict.problem)
+        problem = "; ".join(problems)
         projection = base
         written = f"the weights of {recipe.base}, unchanged: {problem}"
-        if problem is None:
+        if self.force or not problem:
             projection = tuned.projection
             written = f"fine-tuned weights, {verdict} on {verdict.queries} queries held out"
             if threshold:
                 written += f"; threshold 0, no longer {threshold:g}"
             written += f"; penalty {tuned.penalty:g}"
+            if problem:
+                written += f"; forced: {problem}"
         metrics = {name: estimate.mean for name, estimate in verdict.after.items()}
-        return Result(projection, metrics, settings, written, verdict)
+        return Result(projection, metrics, settings, written, problem, verdict)
 
     def _from_nothing(self, features: Sequence[QueryFeatures], device: torch.device) -> Result:
         """Train B from nothing, and measure the best epoch on the validation queries."""

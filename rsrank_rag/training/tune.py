@@ -122,7 +122,10 @@ class Tuned:
             # within chance.
             if self.is_new and self.verdict.difference["f1"].mean < -ROUNDING:
                 return f"{missed} {self.verdict.before['f1'].mean:.3f} {self._so_far}"
-        elif held_out.is_below(self.goal.value):
+        # Without an interval, the few queries that count must reach the goal by themselves.
+        elif held_out.is_below(self.goal.value) or (
+            held_out.low is None and held_out.mean < self.goal.value - ROUNDING
+        ):
             return f"{missed} {self.goal.value:g}"
         return None
 

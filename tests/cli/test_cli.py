@@ -23,6 +23,7 @@ from rsrank_rag.cli.evaluation import ROWS, file_table
 from rsrank_rag.cli.options import catch_errors
 from rsrank_rag.cli.ranking import explanation_text, read_documents
 from rsrank_rag.errors import InputError
+from rsrank_rag.evaluation.datasets import LabelledDocument
 from rsrank_rag.evaluation.metrics import plain, rules
 from rsrank_rag.passages.explanation import Explanation
 
@@ -81,6 +82,15 @@ def test_documents_come_from_standard_input_as_json_lines_too(artifact):
     lines = "\n".join(json.dumps({"text": text, "id": i}) for i, text in enumerate(DOCUMENTS))
     found = rank_json(artifact, "-d", "-", input=lines)
     assert {row["text"] for row in found["kept"] + found["dropped"]} == set(DOCUMENTS)
+
+
+def test_a_title_is_read_before_the_text_as_in_labelled_files(artifact):
+    rows = [{"text": text, "title": "Notes"} for text in DOCUMENTS[:2]]
+    rows.append({"text": DOCUMENTS[2], "title": None})
+    found = rank_json(artifact, "-d", "-", input="\n".join(map(json.dumps, rows)))
+    read = [LabelledDocument(id="", relevant=True, **row).content() for row in rows]
+    assert read[0].startswith("Notes\n")
+    assert {row["text"] for row in found["kept"] + found["dropped"]} == set(read)
 
 
 def test_threshold_top_n_min_docs_and_keep_all_are_passed_on(artifact, passages):

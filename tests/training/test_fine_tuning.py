@@ -300,17 +300,21 @@ def test_the_base_is_written_where_few_queries_cannot_rule_out_a_loss(train, fus
     said = train(before, after)
     assert "verdict on the fine-tuned weights: better: " in said
     assert f"written: the weights of {fused}, unchanged: 20 queries held out (fewer than" in said
-    assert "--force writes them." in said
+    assert "--force writes the fine-tuned weights." in said
     assert moved_by(fused, tmp_path) == 0.0
     said = train(before, after, "--force")
     assert "written: fine-tuned weights, better: " in said
+    assert "; forced: 20 queries held out (fewer than 100) cannot rule out a loss" in said
     assert "--force" not in said
+    card = (tmp_path / "run" / "artifact" / "README.md").read_text()
+    assert "; forced: 20 queries held out (fewer than 100) cannot rule out a loss" in card
     assert moved_by(fused, tmp_path) == 1.0
 
 
 def test_fine_tuned_weights_that_gain_are_written_with_their_penalty(train, fused, tmp_path):
     said = train(*scorings(100, help=0.8))
     assert "verdict on the fine-tuned weights: better: " in said
+    assert "force" not in said
     assert "written: fine-tuned weights, better: " in said
     assert moved_by(fused, tmp_path) == 1.0
 
@@ -323,8 +327,11 @@ def test_a_base_that_no_penalty_improves_is_said_to_be_written(train, fused, tmp
     assert moved_by(fused, tmp_path) == 0.0
     settings = hub.read_config(tmp_path / "run" / "artifact").training.settings
     assert settings == hub.read_config(fused).training.settings
+    assert "--force writes the fine-tuned weights." in said
     # Force writes them here, too.
-    assert "written: fine-tuned weights, " in train(before, before, "--force", gains=False)
+    said = train(before, before, "--force", gains=False)
+    assert "written: fine-tuned weights, " in said
+    assert "; forced: no penalty gained more than a standard error" in said
     assert moved_by(fused, tmp_path) == 1.0
 
 

@@ -231,6 +231,17 @@ def test_a_goal_that_is_missed_on_other_queries_is_a_problem():
     assert f"{on_others} 0.800 (0.700 to 0.850): the goal is missed beyond chance." in tuned.summary
 
 
+def test_few_queries_must_reach_the_goal_by_themselves():
+    # Too few queries keep a document for an interval.
+    queries, _ = scorings(20)
+    tuned = find_threshold(queries, Goal("precision", 0.8))
+    for mean, problem in ((0.5, "precision is 0.500, below 0.8"), (0.8, None)):
+        estimates = {"precision": Estimate(mean=mean, low=None, high=None)}
+        verdict = tuned.verdict.model_copy(update={"after": estimates})
+        said = replace(tuned, verdict=verdict).problem
+        assert said == (problem and f"on queries that did not choose the threshold, {problem}")
+
+
 @pytest.mark.parametrize(
     ("held_out", "chosen_on", "words"),
     [
@@ -291,7 +302,8 @@ def test_too_few_queries_or_none_to_answer_are_named():
 def test_the_command_writes_what_it_says(fused, tmp_path):
     data = written(tmp_path / "own.jsonl", labelled(6))
     output = tmp_path / "tuned"
-    said = run("tune", "--model", fused, "--data", data, "--output", output, "--recall", 1.0)
+    arguments = ("tune", "--model", fused, "--data", data, "--output", output)
+    said = run(*arguments, "--recall", 1.0, "--force")
     ranker = RSRank.from_pretrained(output, device="cpu", dtype="float32")
     before = RSRank.from_pretrained(fused, device="cpu", dtype="float32")
     threshold = hub.read_config(output).threshold
@@ -300,8 +312,8 @@ def test_the_command_writes_what_it_says(fused, tmp_path):
     assert "Measured on queries that were left out: 6" in said
     assert "Precision counts those that keep something" in said
     assert (
-        "on queries that were left out: no difference beyond chance; fewer than 10 queries cannot "
-        "judge: nDCG@5 changes by" in said
+        "what changes on queries that were left out (the goal decides): no difference beyond "
+        "chance; fewer than 10 queries cannot judge: nDCG@5 changes by" in said
     )
     assert "verdict: " not in said
     assert "base" not in said
@@ -318,7 +330,7 @@ def test_the_threshold_is_printed_before_it_is_written(fused, tmp_path, monkeypa
     monkeypatch.setattr(tune_module, "write_trained", full)
     data = written(tmp_path / "own.jsonl", labelled(6))
     arguments = ("tune", "--model", fused, "--data", data, "--output", tmp_path / "tuned")
-    said = run(*arguments, "--recall", 1.0, code=1)
+    said = run(*arguments, "--recall", 1.0, "--force", code=1)
     assert "The threshold with recall 1 that keeps the fewest documents: " in said
     assert "error: No space left on device." in said
 

@@ -34,13 +34,14 @@ class TextsRequest(ScoringRequest):
         """Texts best first: all of them, unless the request or the service wants fewer."""
         most = self.top_n or len(self.texts)
         cutoff = scores.model.threshold if scores.drops(most) else None
-        rows = []
-        for one in scores.ranked(cutoff, most).kept:
-            row = TextScore(index=one.index, score=scores.shown(one.score))
-            if self.return_text:
-                row.text = one.text
-            rows.append(row)
-        return rows
+        return [
+            TextScore(
+                index=one.index,
+                score=scores.shown(one.score),
+                text=one.text if self.return_text else None,
+            )
+            for one in scores.ranked(cutoff, top_n=most).kept
+        ]
 
 
 class Ranking(BaseModel):
