@@ -97,8 +97,9 @@ def evaluate(
     but keep no relevant one. Kept without an answer: documents kept by a query without a relevant
     one. AUROC: how well the best score separates lists with a relevant document from lists without
     one (also lists whose relevant documents were removed). False accepts: share of the lists
-    without a relevant document whose best score reaches the score that 90% of the other lists
-    reach. The last table: other rules, such as the three best, or the first three of the file.
+    without a relevant document whose best score reaches the score that at least 90% of the other
+    lists reach. The last table: other rules, such as the three best, or the first three of the
+    file.
 
     `rsrank evaluate --data examples/labelled.jsonl --json > metrics.json`
 

@@ -123,7 +123,8 @@ def rank(
     """Score documents for a query, keep those above the threshold, and drop the others.
 
     A line holds one document. If each line begins with {, the lines are read as JSON objects with
-    a "text", and perhaps a "title" that is read on a line before the text.
+    a "text", and perhaps a "title". The title is read on a line before the text, unless the text
+    begins with it.
 
     `rsrank rank -q "How do bees find flowers?" -d passages.txt`
 

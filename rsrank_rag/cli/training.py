@@ -48,9 +48,10 @@ def train(
     Recipes: mini, your-data, encoder. The same command goes on after an interruption.
 
     Fine-tuning an artifact (the recipe mini, or `--base`) ends with a verdict: the artifact's
-    weights against fine-tuned ones, on queries left out of training. Where fine-tuning loses
-    nDCG@5, precision, recall, F1 or answers beyond chance, or where there are fewer than 100
-    queries, the artifact's own weights are written. Training measures in float32 and cuts long
+    weights against fine-tuned ones, on queries left out of training. The artifact's own weights are
+    written if fine-tuning gains too little, or loses nDCG@5, precision, recall, F1 or answers
+    beyond chance, or if one of these counts fewer than 10 queries, or if there are fewer than 100
+    queries. Training measures in float32 and cuts long
     documents; `rsrank evaluate` measures the artifact as it runs.
     """
     from ..training.recipe import Recipe
@@ -114,7 +115,7 @@ def tune(
 
     Nothing is written if no threshold reaches the goal, or if queries that did not choose the
     threshold miss the goal: F1 is lower and the threshold would change, or precision or recall is
-    missed beyond chance.
+    missed beyond chance, or missed at all if fewer than 10 queries count.
     """
     from ..training.tune import Goal, tune
 

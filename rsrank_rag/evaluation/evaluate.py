@@ -63,8 +63,8 @@ def summarise(scored: Sequence[ScoredQuery], *, threshold: float = 0.0) -> dict[
         how many of these keep no relevant one. ``false_keeps``: documents kept of each other query
         (None if there are none). ``auroc`` of the best score for lists with against lists without a
         relevant passage, and ``false_accepts@90``, the share of lists without one that are accepted
-        where 90% of those with one are; both count absent twins (see `best_scores`). For every
-        other rule of `rules`, such as ``top1``: ``top1_f1``, ``top1_left_with_nothing`` and
+        where at least 90% of those with one are; both count absent twins (see `best_scores`). For
+        every other rule of `rules`, such as ``top1``: ``top1_f1``, ``top1_left_with_nothing`` and
         ``top1_kept_per_query``.
 
     Raises:
