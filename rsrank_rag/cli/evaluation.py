@@ -98,8 +98,8 @@ def evaluate(
     one. AUROC: how well the best score separates lists with a relevant document from lists without
     one (also lists whose relevant documents were removed). False accepts: share of the lists
     without a relevant document whose best score reaches the score that at least 90% of the other
-    lists reach. The last table: other rules, such as the three best, or the first three of the
-    file.
+    lists reach. In nDCG@5 and Recall@5, a query without a relevant document counts 0. The last
+    table: other rules, such as the three best, or the first three of the file.
 
     `rsrank evaluate --data examples/labelled.jsonl --json > metrics.json`
 
