@@ -51,8 +51,8 @@ def train(
     weights against fine-tuned ones, on queries left out of training. The artifact's own weights are
     written if fine-tuning gains too little, or loses nDCG@5, precision, recall, F1 or answers
     beyond chance, or if one of these counts fewer than 10 queries, or if there are fewer than 100
-    queries. Training measures in float32 and cuts long
-    documents; `rsrank evaluate` measures the artifact as it runs.
+    queries. Training measures in float32 and cuts long documents; `rsrank evaluate` measures the
+    artifact as it runs.
     """
     from ..training.recipe import Recipe
     from ..training.run import TrainingRun

@@ -53,8 +53,12 @@ class Estimate(Record):
         return low is not None and low != self.high and low >= value - ROUNDING
 
     def is_below(self, value: float) -> bool:
-        """Whether all of the interval is below a value, by more than rounding."""
-        return self.high is not None and self.high < value - ROUNDING
+        """Whether all of the interval is below a value, by more than rounding.
+
+        Without an interval, the mean decides.
+        """
+        highest = self.mean if self.high is None else self.high
+        return highest < value - ROUNDING
 
 
 def estimate_mean(*samples: ArrayLike) -> Estimate:

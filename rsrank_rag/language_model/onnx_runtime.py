@@ -27,9 +27,10 @@ from .onnx_graph import HIDDEN, ZERO, Encoder, Graph, Parameters
 from .options import ENCODER_FILES
 from .quantisation import Numbers, fixed_parameters, ranges
 
-# Tokens of documents that run together. With more, the numbers of a layer take so much memory that
-# glibc takes it from the system anew in each layer, which costs a quarter of the time.
-TOKENS = 512
+# At most so many padded tokens of documents are in one run of the graph, unless a single document
+# has more. In larger runs, the numbers of a layer take so much memory that glibc takes it from the
+# system anew in each layer, which costs a quarter of the time.
+RUN_TOKENS = 512
 
 ADVICE = f"Use torch for it (runtime='torch'): {pip_install('lm')}"
 
@@ -214,8 +215,8 @@ class OnnxBackbone(LanguageModel):
     def prefill(
         self, documents: Sequence[Ids], query_slots: int = 0, extra_rows: Sequence[Prefix] = ()
     ) -> Prefixes:
-        """See `LanguageModel.prefill`."""
-        count = max(1, TOKENS // max(map(len, documents)))
+        """See `LanguageModel.prefill`. At most `RUN_TOKENS` run together."""
+        count = max(1, RUN_TOKENS // max(map(len, documents)))
         prefixes: list[Prefix] = []
         for start in range(0, len(documents), count):
             run = self._run_alone(self._sessions.documents, documents[start : start + count])

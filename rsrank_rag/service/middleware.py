@@ -171,7 +171,7 @@ class RequestMiddleware:
     keys: Keys
     metrics: Metrics
     # Without a secret, readers of the logs could try all addresses.
-    log_secret: bytes = field(default_factory=partial(os.urandom, 16))
+    log_secret: bytes = field(default_factory=partial(os.urandom, 16), repr=False)
     # Bytes of all bodies that are being read or answered.
     open_bytes: int = 0
 

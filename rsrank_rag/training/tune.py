@@ -122,10 +122,7 @@ class Tuned:
             # within chance.
             if self.is_new and self.verdict.difference["f1"].mean < -ROUNDING:
                 return f"{missed} {self.verdict.before['f1'].mean:.3f} {self._so_far}"
-        # Without an interval, the few queries that count must reach the goal by themselves.
-        elif held_out.is_below(self.goal.value) or (
-            held_out.low is None and held_out.mean < self.goal.value - ROUNDING
-        ):
+        elif held_out.is_below(self.goal.value):
             return f"{missed} {self.goal.value:g}"
         return None
 
@@ -173,7 +170,9 @@ class Tuned:
                 chance = "beyond chance"
             words = f"it changes by {self.verdict.difference[metric]}, {chance}"
         elif held_out.is_below(self.goal.value):
-            words = "the goal is missed beyond chance"
+            words = "the goal is missed"
+            if held_out.high is not None:
+                words += " beyond chance"
         # The thresholds of the left-out queries may be far from the one that is written.
         elif held_out.proves(self.goal.value) and self.value.proves(self.goal.value):
             words = "the goal is reached beyond chance"

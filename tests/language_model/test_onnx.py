@@ -128,12 +128,12 @@ def test_few_tokens_of_documents_run_together_however_large_the_batch(rounded, m
         return run(self, feeds, outputs)
 
     monkeypatch.setattr(onnx_runtime.Session, "run", recorded)
-    monkeypatch.setattr(onnx_runtime, "TOKENS", 10**6)
+    monkeypatch.setattr(onnx_runtime, "RUN_TOKENS", 10**6)
     documents = [rounded.prompts.documents([text], 0)[0].ids for text in PASSAGES]
     documents.append((*documents[0], *documents[1] * 4)[:300])
     whole = rounded.backbone.prefill(documents)
     assert len(sizes) == 1
-    monkeypatch.setattr(onnx_runtime, "TOKENS", 200)
+    monkeypatch.setattr(onnx_runtime, "RUN_TOKENS", 200)
     sizes.clear()
     prefixes = rounded.backbone.prefill(documents)
     assert sum(rows for rows, _ in sizes) == len(documents)

@@ -238,8 +238,12 @@ def test_few_queries_must_reach_the_goal_by_themselves():
     for mean, problem in ((0.5, "precision is 0.500, below 0.8"), (0.8, None)):
         estimates = {"precision": Estimate(mean=mean, low=None, high=None)}
         verdict = tuned.verdict.model_copy(update={"after": estimates})
-        said = replace(tuned, verdict=verdict).problem
-        assert said == (problem and f"on queries that did not choose the threshold, {problem}")
+        said = replace(tuned, verdict=verdict)
+        assert said.problem == (
+            problem and f"on queries that did not choose the threshold, {problem}"
+        )
+        assert ("the goal is missed. There" in said.summary) is (problem is not None)
+        assert ("stays open" in said.summary) is (problem is None)
 
 
 @pytest.mark.parametrize(
