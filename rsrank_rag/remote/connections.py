@@ -10,11 +10,16 @@ import threading
 from collections.abc import Coroutine
 from concurrent.futures import Future
 from functools import lru_cache
-from typing import Any, TypeVar
-
-import httpx
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import InputError
+
+# huggingface-hub brings one of the two, which have the same interface.
+if TYPE_CHECKING or not find_spec("httpx2"):
+    import httpx as httpx
+else:
+    import httpx2 as httpx
 
 Result = TypeVar("Result")
 

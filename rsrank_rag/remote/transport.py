@@ -3,25 +3,16 @@
 import asyncio
 import logging
 import os
+import random
+import time
 from dataclasses import dataclass
-from typing import Any
 
-import httpx
 from pydantic import SecretStr
-from tenacity import (
-    AsyncRetrying,
-    RetryCallState,
-    before_sleep_log,
-    retry_if_exception,
-    stop_after_attempt,
-    stop_before_delay,
-    wait_exponential,
-    wait_random,
-)
 
 from ..errors import InputError, RemoteError, RSRankError, ScoringError
 from . import connections
 from .address import usable_key
+from .connections import httpx
 from .wire import ErrorBody
 
 logger = logging.getLogger(__name__)
@@ -33,8 +24,9 @@ KEY_VARIABLE = "RSRANK_API_KEY"
 # request would take as long again.
 TRANSIENT = (429, 502, 503)
 
-# Seconds. The random part keeps clients that failed together from coming back together.
-PAUSE = wait_exponential(multiplier=0.25, max=8.0) + wait_random(0, 0.25)
+# Seconds before a request is repeated. They double with each try.
+FIRST_PAUSE = 0.25
+LONGEST_PAUSE = 8.0
 
 HEADERS = {"Content-Type": "application/json", "User-Agent": "rsrank-rag"}
 
@@ -57,22 +49,32 @@ class Transport:
 
     async def send(self, method: str, path: str, body: bytes | None = None) -> bytes:
         """The body of the answer; raises as `RemoteReranker` says."""
-        retrying = AsyncRetrying(
-            retry=retry_if_exception(lambda error: getattr(error, "transient", False)),
-            stop=stop_after_attempt(self.max_retries + 1) | stop_before_delay(self.timeout),
-            wait=_pause,
-            before_sleep=before_sleep_log(logger, logging.INFO),
-            reraise=True,
-        )
         try:
-            work: Any = retrying(self._send_once, method, path, body)
-            content: bytes = await asyncio.wait_for(work, self.timeout)
+            return await asyncio.wait_for(self._send_with_retries(method, path, body), self.timeout)
         except asyncio.TimeoutError as error:
             raise RemoteError(
                 f"{self.base_url} did not answer in {self.timeout:g} seconds. "
                 "Raise timeout, or send fewer documents."
             ) from error
-        return content
+
+    async def _send_with_retries(self, method: str, path: str, body: bytes | None) -> bytes:
+        """Repeat a request after a transient failure, if there is time for the pause."""
+        end = time.monotonic() + self.timeout
+        retries = 0
+        pause = FIRST_PAUSE
+        while True:
+            try:
+                return await self._send_once(method, path, body)
+            except RemoteError as error:
+                # The random part keeps clients that failed together from coming back together.
+                seconds = error.retry_after + pause + random.uniform(0, FIRST_PAUSE)
+                late = time.monotonic() + seconds > end
+                if late or not error.transient or retries == self.max_retries:
+                    raise
+                logger.info("Trying again in %.2f seconds: %s", seconds, error)
+            await asyncio.sleep(seconds)
+            retries += 1
+            pause = min(2 * pause, LONGEST_PAUSE)
 
     async def _send_once(self, method: str, path: str, body: bytes | None) -> bytes:
         client = connections.client(asyncio.get_running_loop())
@@ -125,9 +127,3 @@ class Transport:
         if status in (404, 405):
             problem += f" There is no {path}. Is it the address of an rsrank service?"
         return InputError(problem)
-
-
-def _pause(state: RetryCallState) -> float:
-    """Seconds before the next try: the service's Retry-After, and `PAUSE` in addition."""
-    error: Any = state.outcome and state.outcome.exception()
-    return PAUSE(state) + float(error.retry_after)

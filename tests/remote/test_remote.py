@@ -15,11 +15,9 @@ import threading
 import time
 from contextlib import contextmanager
 
-import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tenacity import wait_exponential, wait_random
 
 pytest.importorskip("uvicorn")
 
@@ -89,7 +87,7 @@ def served():
 @pytest.fixture
 def hurried(monkeypatch):
     """Short pauses between tries."""
-    monkeypatch.setattr(transport, "PAUSE", wait_random(0.01, 0.02))
+    monkeypatch.setattr(transport, "FIRST_PAUSE", 0.01)
 
 
 async def rank(reranker, asynchronous, query=QUERY, documents=DOCUMENTS, **limits):
@@ -382,26 +380,20 @@ async def test_a_wait_beyond_the_timeout_is_not_begun(service, address, asynchro
     assert len(service.seen) == 1
 
 
-def test_pauses_grow_to_a_limit_and_differ(service, address, monkeypatch):
-    pauses = []
-
-    usual = wait_exponential(multiplier=0.005, max=0.02) + wait_random(0, 0.005)
-
-    def pause(state):
-        pauses.append(usual(state))
-        return pauses[-1]
-
-    monkeypatch.setattr(transport, "PAUSE", pause)
+def test_pauses_grow_to_a_limit_and_differ(service, address, monkeypatch, caplog):
+    caplog.set_level("INFO", "rsrank_rag.remote.transport")
+    monkeypatch.setattr(transport, "FIRST_PAUSE", 0.05)
+    monkeypatch.setattr(transport, "LONGEST_PAUSE", 0.2)
     service.script += [(503, {"message": "busy"})] * 12
     for _ in range(2):
         with pytest.raises(RemoteError, match=r"503: busy\.$"):
             RemoteReranker(address, max_retries=5).rank(QUERY, DOCUMENTS)
     assert len(service.seen) == 12
-    # The pause after the last try is computed, too, to see whether there is time for another.
-    assert len(pauses) == 12 == len(set(pauses))
+    pauses = [record.args[0] for record in caplog.records]
+    assert len(pauses) == 10 == len(set(pauses))
     for number, seconds in enumerate(pauses):
-        least = min(0.005 * 2 ** (number % 6), 0.02)
-        assert least <= seconds <= least + 0.005
+        least = min(0.05 * 2 ** (number % 5), 0.2)
+        assert least <= seconds <= least + 0.05
 
 
 @both_ways
@@ -791,7 +783,7 @@ async def test_the_event_loop_stays_free_while_a_service_thinks_and_between_two_
 def lasting(address, monkeypatch):
     """Connections that do not grow old while a busy machine does something else."""
     connections.client.cache_clear()
-    monkeypatch.setattr(connections, "LIMITS", httpx.Limits(keepalive_expiry=None))
+    monkeypatch.setattr(connections, "LIMITS", connections.httpx.Limits(keepalive_expiry=None))
     yield
     connections.client.cache_clear()
 
