@@ -96,12 +96,13 @@ $(VENV)-newest/.installed: $(VENV)/.installed-dev
 	@$(call install,$(VENV)-newest,-U langchain langchain-core llama-index-core)
 	@touch $@
 
-# The size is that of the package alone, in megabytes.
+# The size in megabytes and the number of packages are those without the tools for tests.
 $(VENV)-base/.installed: pyproject.toml constraints.txt $(shell find rsrank_rag -type f) | $(VENV)/.installed-dev
 	@echo "Installing rsrank-rag without torch ..."
 	@$(PYTHON) -m venv --clear $(VENV)-base
 	@$(call install,$(VENV)-base,-c constraints.txt .)
 	@du -sm $(VENV)-base | cut -f1 > $(VENV)-base/megabytes
+	@ls -d $(VENV)-base/lib/python*/site-packages/*.dist-info | wc -l > $(VENV)-base/packages
 	@$(call install,$(VENV)-base,-c constraints.txt $(BASE))
 	@touch $@
 

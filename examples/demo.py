@@ -5,7 +5,7 @@ The same in the shell: rsrank rank --query "..." --documents examples/passages.t
 
 from pathlib import Path
 
-from rich.console import Console
+import click
 
 from rsrank_rag import RSRank
 from rsrank_rag.cli.ranking import explanation_text, result_text
@@ -15,22 +15,20 @@ QUERY = "How do honeybees tell each other where the flowers are?"
 
 def main() -> None:
     """Rank the passages in passages.txt and take two scores apart."""
-    screen = Console(highlight=False)
     passages = (Path(__file__).parent / "passages.txt").read_text(encoding="utf-8").splitlines()
 
     ranker = RSRank.from_pretrained()  # the built-in model "mini"
     result = ranker.rank(QUERY, passages)
-    screen.print(result_text(result), soft_wrap=True)
-    screen.print(f"\n{len(result.kept)} of {len(passages)} passages go to the language model.")
-    screen.print("No threshold was tuned: a passage is kept if its score is above zero.\n")
+    click.echo(result_text(result))
+    click.echo(f"\n{len(result.kept)} of {len(passages)} passages go to the language model.")
+    click.echo("No threshold was tuned: a passage is kept if its score is above zero.\n")
 
-    screen.print("Why? The score by the query's tokens (rows), by layers and similarity terms:\n")
+    click.echo("Why? The score by the query's tokens (rows), by layers and similarity terms:\n")
     for document in (result.kept[:1], result.dropped[-1:]):
         for ranked in document:
             explanation = ranker.explain(QUERY, ranked.text)
-            screen.print(explanation_text(explanation, ranker.config.threshold), soft_wrap=True)
-            screen.print()
-    screen.print('Your own text:  .venv/bin/rsrank rank --query "..." --documents FILE')
+            click.echo(explanation_text(explanation, ranker.config.threshold) + "\n")
+    click.echo('Your own text:  .venv/bin/rsrank rank --query "..." --documents FILE')
 
 
 if __name__ == "__main__":

@@ -16,20 +16,19 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
+import click
 import numpy as np
 import torch
-import typer
-from rich.progress import track
-from typer import Option
+from click import option
 
 import research.systems  # noqa: F401 - makes the systems of the paper known by name
 from benchmarks.timing import machine
 from rsrank_rag import RSRank
 from rsrank_rag.adapters.systems import load as load_system
 from rsrank_rag.adapters.systems import parse
-from rsrank_rag.cli.options import command, problems, screen
+from rsrank_rag.cli.options import FILE, command, progress
 from rsrank_rag.errors import InputError, RSRankError, required
 from rsrank_rag.evaluation.datasets import LabelledQuery
 from rsrank_rag.evaluation.evaluate import score_dataset, shared_threshold
@@ -118,7 +117,7 @@ def score_all(
         rows: dict[str, list[ScoredQuery]] = {label: [] for label in missing}
         if missing:
             title = f"{', '.join(missing)}: {name}"
-            for query in track(queries, title, console=problems, transient=True):
+            for query in progress(queries, title):
                 for label in missing:
                     rows[label] += score_dataset(systems[label], [query])
         for label in missing:
@@ -226,7 +225,7 @@ def measure(
             scored |= score_all({label: system}, sets, scores)
         except RSRankError as error:
             failures[label] = str(error)
-            problems.print(f"failed: {label}: {error}")
+            click.echo(f"failed: {label}: {error}", err=True)
             continue
         costs[label] = cost_of_system
         thresholds[label] = system.threshold
@@ -387,28 +386,27 @@ def load_all(
     return loads, failures
 
 
-app = typer.Typer()
-
-
-@command(app, resumes=True)
+@command(resumes=True)
+@option("--data", type=FILE, multiple=True, help="Labelled files or folders of them.")
+@option("--model", "-m", default="mini", help="What is called mini.")
+@option("--system", multiple=True, help="One more system, such as cross-encoder:NAME.")
+@option("--hub", is_flag=True, help="Add published rerankers and NanoBEIR from the Hub.")
+@option("--limit", type=click.IntRange(1), help="Only the first queries of each set.")
+@option("--scores", type=FILE, default="runs/compare", help="Folder in which scores are kept.")
+@option("--output", type=FILE, default=DOCS, help="Folder of comparison.json and comparison.md.")
+@option(
+    "--page", "page_only", is_flag=True, help="Measure nothing; write the page from the figures."
+)
 def compare(
     load: LoadOptions,
-    data: Annotated[
-        list[Path] | None, Option("--data", help="Labelled files or folders of them.")
-    ] = None,
-    model: Annotated[str, Option("--model", "-m", help="What is called mini.")] = "mini",
-    system: Annotated[
-        list[str] | None, Option(help="One more system, such as cross-encoder:NAME.")
-    ] = None,
-    hub: Annotated[
-        bool, Option("--hub", help="Add published rerankers and NanoBEIR from the Hub.")
-    ] = False,
-    limit: Annotated[int | None, Option(min=1, help="Only the first queries of each set.")] = None,
-    scores: Annotated[Path, Option(help="Folder in which scores are kept.")] = Path("runs/compare"),
-    output: Annotated[Path, Option(help="Folder of comparison.json and comparison.md.")] = DOCS,
-    page_only: Annotated[
-        bool, Option("--page", help="Measure nothing; write the page from the figures.")
-    ] = False,
+    data: Sequence[Path],
+    model: str,
+    system: Sequence[str],
+    hub: bool,
+    limit: int | None,
+    scores: Path,
+    output: Path,
+    page_only: bool,
 ) -> None:
     """Compare `mini` with its parts and with other rerankers.
 
@@ -419,8 +417,8 @@ def compare(
     """
     file = output / "comparison.json"
     if not page_only:
-        sets = load_sets(files_in(data or []))
-        others, failures = load_all(sets, {name: name for name in system or []}, hub=hub, load=load)
+        sets = load_sets(files_in(data))
+        others, failures = load_all(sets, {name: name for name in system}, hub=hub, load=load)
         if not sets:
             raise InputError("There are no sets. Pass --data FOLDER, or --hub with a connection.")
         if limit is not None:
@@ -434,10 +432,10 @@ def compare(
         write_text(file, json.dumps(found, indent=1) + "\n")
     found = json.loads(file.read_text(encoding="utf-8"))
     write_text(output / "comparison.md", page(found))
-    screen.print(str(output / "comparison.md"), soft_wrap=True)
+    click.echo(output / "comparison.md")
     if found["failures"]:
-        raise typer.Exit(1)
+        raise click.exceptions.Exit(1)
 
 
 if __name__ == "__main__":
-    app()
+    compare()

@@ -1,13 +1,7 @@
 """`rsrank evaluate` with the paper's systems by name: python -m research.evaluate --help."""
 
-import typer
-
 import research.systems  # noqa: F401 - makes the systems of the paper known by name
 from rsrank_rag.cli.evaluation import evaluate
-from rsrank_rag.cli.options import command
-
-app = typer.Typer()
-command(app)(evaluate)
 
 if __name__ == "__main__":
-    app()
+    evaluate()

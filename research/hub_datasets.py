@@ -12,12 +12,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-import typer
-from typer import Option
+import click
+from click import option
 
-from rsrank_rag.cli.options import command, screen
+from rsrank_rag.cli.options import FILE, command
 from rsrank_rag.errors import InputError, required
 from rsrank_rag.evaluation.datasets import LabelledDocument, LabelledQuery, read_sets
 from rsrank_rag.language_model.hub_errors import HUB_ERRORS
@@ -377,20 +377,15 @@ def _rows(ids: Any, wanted: Collection[str]) -> dict[str, int]:
     return dict(zip(ids.take(rows).to_pylist(), rows.to_pylist(), strict=True))
 
 
-app = typer.Typer()
-
-
-@command(app)
+@command()
+@option("--data", required=True, help="A name, beir:NAME, or a labelled .jsonl(.gz).")
+@option("--output", "-o", type=FILE, required=True, help="Labelled .jsonl to write.")
+@option(
+    "--limit", type=click.IntRange(1), help="At most so many queries: of a file the first ones."
+)
+@option("--negatives", help="Irrelevant documents: bm25, dense, dense:ENCODER or random.")
 def write(
-    load: LoadOptions,
-    data: Annotated[str, Option("--data", help="A name, beir:NAME, or a labelled .jsonl(.gz).")],
-    output: Annotated[Path, Option("--output", "-o", help="Labelled .jsonl to write.")],
-    limit: Annotated[
-        int | None, Option(min=1, help="At most so many queries: of a file the first ones.")
-    ] = None,
-    negatives: Annotated[
-        str | None, Option(help="Irrelevant documents: bm25, dense, dense:ENCODER or random.")
-    ] = None,
+    load: LoadOptions, data: str, output: Path, limit: int | None, negatives: str | None
 ) -> None:
     """Write labelled queries with other irrelevant documents, or a set by its name, to a file.
 
@@ -401,8 +396,8 @@ def write(
     kind = None if negatives is None else Negatives.parse(negatives)
     (queries,) = load_sets([data], limit=limit, negatives=kind, options=load).values()
     write_text(output, "".join(f"{query.model_dump_json()}\n" for query in queries))
-    screen.print(f"{len(queries)} queries: {output}", soft_wrap=True)
+    click.echo(f"{len(queries)} queries: {output}")
 
 
 if __name__ == "__main__":
-    app()
+    write()

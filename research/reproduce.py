@@ -1,49 +1,42 @@
 """Make the paper's tables and figures for an artifact: python -m research.reproduce --help."""
 
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
 
-import typer
-from rich.progress import track
-from typer import Option
+import click
+from click import option
 
 import research.systems  # noqa: F401 - makes the systems of the paper known by name
 from rsrank_rag.adapters.systems import forms
-from rsrank_rag.cli.options import command, problems, screen
+from rsrank_rag.cli.options import FILE, command, progress
 from rsrank_rag.language_model.options import LoadOptions
 
-app = typer.Typer()
 
-Negatives = Annotated[
-    str | None, Option(help="New irrelevant documents: bm25, dense, dense:ENCODER or random.")
-]
-
-# Iterates over queries and shows a progress bar until all are scored.
-watched = partial(track, console=problems, transient=True)
-
-
-@command(app, resumes=True)
+@command(resumes=True)
+@option("--config", "-c", default="local", help="paper, local, or a TOML file.")
+@option("--data", type=FILE, multiple=True, help="Labelled files or folders instead of the sets.")
+@option("--model", "-m", help="The RSRank artifact to measure.")
+@option("--system", multiple=True, help=f"One more system: {forms()}. May be given again.")
+@option(
+    "--output",
+    "-o",
+    type=FILE,
+    default="runs/reproduction",
+    help="Folder for scores, tables and figures.",
+)
+@option("--negatives", help="New irrelevant documents: bm25, dense, dense:ENCODER or random.")
+@option("--queries", type=click.IntRange(1), help="At most so many of each set.")
+@option("--dry-run", is_flag=True, help="Print the plan and stop.")
 def reproduce(
     load: LoadOptions,
-    config: Annotated[
-        str, Option("--config", "-c", help="paper, local, or a TOML file.")
-    ] = "local",
-    data: Annotated[
-        list[Path] | None, Option("--data", help="Labelled files or folders instead of the sets.")
-    ] = None,
-    model: Annotated[
-        str | None, Option("--model", "-m", help="The RSRank artifact to measure.")
-    ] = None,
-    system: Annotated[
-        list[str] | None, Option(help=f"One more system: {forms()}. May be given again.")
-    ] = None,
-    output: Annotated[
-        Path, Option("--output", "-o", help="Folder for scores, tables and figures.")
-    ] = Path("runs/reproduction"),
-    negatives: Negatives = None,
-    queries: Annotated[int | None, Option(min=1, help="At most so many of each set.")] = None,
-    dry_run: Annotated[bool, Option("--dry-run", help="Print the plan and stop.")] = False,
+    config: str,
+    data: Sequence[Path],
+    model: str | None,
+    system: Sequence[str],
+    output: Path,
+    negatives: str | None,
+    queries: int | None,
+    dry_run: bool,
 ) -> None:
     """Make the paper's tables and figures for an artifact, into OUTPUT/tables.md and OUTPUT/report.
 
@@ -59,31 +52,30 @@ def reproduce(
 
     chosen = Reproduction.load(
         config,
-        data=data or (),
+        data=data,
         artifact=model,
-        systems=system or (),
+        systems=system,
         negatives=negatives,
         queries=queries,
     )
     if dry_run:
-        screen.print(plan(chosen), soft_wrap=True)
+        click.echo(plan(chosen))
         return
 
     outcome = run(
         chosen,
         output,
         options=load,
-        say=lambda text: problems.print(text),
-        watch=watched,
+        say=lambda text: click.echo(text, err=True),
+        watch=progress,
     )
-    screen.print(f"{outcome.tables}\n{output / 'report' / 'index.html'}", soft_wrap=True)
+    click.echo(f"{outcome.tables}\n{output / 'report' / 'index.html'}")
     if outcome.failures:
-        problems.print(
-            f"{len(outcome.failures)} part(s) failed; they are named in {outcome.tables}.",
-            soft_wrap=True,
+        click.echo(
+            f"{len(outcome.failures)} part(s) failed; they are named in {outcome.tables}.", err=True
         )
-        raise typer.Exit(1)
+        raise click.exceptions.Exit(1)
 
 
 if __name__ == "__main__":
-    app()
+    reproduce()

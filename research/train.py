@@ -1,40 +1,32 @@
 """`rsrank train` with recipes whose data are sets by name: python -m research.train --help."""
 
+import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
 
-import typer
-from typer import Option
+import click
+from click import option
 
-from rsrank_rag.cli.options import command, problems, screen
+from rsrank_rag.cli.options import FILE, command
 
 from .features import ResearchRun
 from .recipe import ResearchRecipe
 
-app = typer.Typer()
 
-
-@command(app, resumes=True)
-def train(
-    config: Annotated[
-        str, Option("--config", "-c", help="qwen3-8b, qwen3-0.6b, or a TOML file.")
-    ] = "qwen3-0.6b",
-    output: Annotated[Path, Option("--output", "-o", help="Folder for all that is made.")] = Path(
-        "runs/research"
-    ),
-    settings: Annotated[
-        list[str] | None, Option("--set", help="Change an entry, such as fit.epochs=10.")
-    ] = None,
-) -> None:
+@command(resumes=True)
+@option("--config", "-c", default="qwen3-0.6b", help="qwen3-8b, qwen3-0.6b, or a TOML file.")
+@option("--output", "-o", type=FILE, default="runs/research", help="Folder for all that is made.")
+@option("--set", "settings", multiple=True, help="Change an entry, such as fit.epochs=10.")
+def train(config: str, output: Path, settings: Sequence[str]) -> None:
     """Run a recipe whose data are sets of the Hub, and print where its artifact is.
 
     `python -m research.train --config qwen3-8b --output runs/qwen3-8b`
     """
-    recipe = ResearchRecipe.load(config, settings or ())
-    run = ResearchRun(recipe, output, progress=problems.is_terminal)
+    recipe = ResearchRecipe.load(config, settings)
+    run = ResearchRun(recipe, output, progress=sys.stderr.isatty())
     result = run.run()
-    screen.print(f"written: {result.written}\nartifact: {run.artifact}", soft_wrap=True)
+    click.echo(f"written: {result.written}\nartifact: {run.artifact}")
 
 
 if __name__ == "__main__":
-    app()
+    train()

@@ -19,7 +19,6 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from typer.main import get_command
 
 from rsrank_rag.cli import app
 
@@ -158,7 +157,7 @@ def test_the_service_of_the_readme_starts_answers_and_ends(words, shell):
 
 @pytest.mark.parametrize("words", [one for one in ALL if one[0] == "rsrank"], ids=joined)
 def test_the_options_of_a_command_exist(words):
-    command = get_command(app).commands[words[1]]
+    command = app.commands[words[1]]
     known = {name for option in command.params for name in (*option.opts, *option.secondary_opts)}
     assert {word for word in words if word.startswith("-")} <= known
 

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from rsrank_rag import RSRank
 from rsrank_rag.cli import app

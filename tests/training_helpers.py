@@ -3,8 +3,8 @@
 import random
 
 import torch
+from click.testing import CliRunner
 from conftest import DOCUMENTS, QUERIES
-from typer.testing import CliRunner
 
 from rsrank_rag.cli import app
 from rsrank_rag.evaluation.datasets import LabelledDocument, LabelledQuery

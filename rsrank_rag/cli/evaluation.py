@@ -5,14 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-from rich.markup import escape
-from rich.progress import track
-from rich.table import Table
-from rich.text import Text
-from typer import Option
+import click
+from click import option
 
 from ..adapters.systems import forms, parse
 from ..adapters.systems import load as load_reranker
@@ -24,9 +20,16 @@ from ..evaluation.metrics import ScoredQuery, apply_rule, plain, ranking_measure
 from ..evaluation.report import check_report, write_report
 from ..language_model.options import LoadOptions, ModelSource
 from ..passages import shadow
-from .options import AsJson, Revision, command, print_json, problems, screen
-
-app = typer.Typer()
+from .options import (
+    FILE,
+    command,
+    json_option,
+    print_json,
+    print_table,
+    progress,
+    revision_option,
+    show_waiting,
+)
 
 # Rows of a file's table, by the metric's name.
 ROWS = {
@@ -49,43 +52,49 @@ ROWS = {
 }
 
 
-@command(app)
-def report(
-    log: Annotated[
-        Path,
-        typer.Argument(
-            exists=True, dir_okay=False, help="Log of calls or requests in shadow mode."
-        ),
-    ],
-) -> None:
-    """Say how much shadow mode would have dropped: calls, documents and tokens of a log."""
+@command()
+@click.argument("log", type=click.Path(path_type=Path, exists=True, dir_okay=False))
+def report(log: Path) -> None:
+    """Say how much shadow mode would have dropped: calls, documents and tokens of a log.
+
+    LOG is a log of calls or requests in shadow mode.
+    """
     with log.open(encoding="utf-8", errors="replace") as lines:
         totals = shadow.report(lines)
     if not totals["calls"]:
         raise InputError(f"{log} holds no line of shadow mode. Log rsrank_rag.shadow at INFO.")
-    screen.print(
+    click.echo(
         f"{totals['calls']:,} calls, {totals['with_threshold']:,} with a threshold\n"
         f"{totals['documents']:,} documents, {totals['dropped']:.1%} would have been dropped\n"
         f"about {totals['tokens_saved']:,} tokens would have been saved"
     )
     if totals["with_threshold"]:
-        screen.print(f"{totals['none_relevant']:,} calls with nothing above the threshold")
+        click.echo(f"{totals['none_relevant']:,} calls with nothing above the threshold")
 
 
-@command(app)
+@command()
+@option(
+    "--data", type=FILE, multiple=True, required=True, help="Labelled .jsonl(.gz). May be repeated."
+)
+@option(
+    "--model",
+    "-m",
+    multiple=True,
+    default=["mini"],
+    help=f"Artifact, file of tune, or {forms()}. May be repeated.",
+)
+@revision_option
+@json_option
+@option("--report", type=FILE, help="Folder for a page with tables, figures and worst queries.")
+@option("--threshold", type=float, help="Instead of the system's own.")
 def evaluate(
-    data: Annotated[list[Path], Option("--data", help="Labelled .jsonl(.gz). May be repeated.")],
+    data: Sequence[Path],
     load: LoadOptions,
-    model: Annotated[
-        list[str],
-        Option("--model", "-m", help=f"Artifact, file of tune, or {forms()}. May be repeated."),
-    ] = ["mini"],  # noqa: B006 - typer copies it
-    revision: Revision = None,
-    as_json: AsJson = False,
-    report: Annotated[
-        Path | None, Option(help="Folder for a page with tables, figures and worst queries.")
-    ] = None,
-    threshold: Annotated[float | None, Option(help="Instead of the system's own.")] = None,
+    model: Sequence[str],
+    revision: str | None,
+    as_json: bool,
+    report: Path | None,
+    threshold: float | None,
 ) -> None:
     """Measure on labelled passages what a threshold keeps and how a model ranks.
 
@@ -103,7 +112,7 @@ def evaluate(
 
     `rsrank evaluate --data examples/labelled.jsonl --json > metrics.json`
 
-    `rsrank evaluate --data dev.jsonl.gz --model mini --model bm25 --report report`
+    `rsrank evaluate --data dev.jsonl.gz -m mini -m bm25 --report report`
     """
     # What is missing is an error before the work.
     ranking_measures([])
@@ -131,28 +140,26 @@ def evaluate(
         print_json(records)
     else:
         for title in sets:
-            screen.print(file_table(title, [one for one in records if one["dataset"] == title]))
+            print_file(title, [one for one in records if one["dataset"] == title])
         for one in measured:
             pooled = [query for queries in one.scored.values() for query in queries]
-            screen.print(rules_table(one.name, pooled, one.threshold))
-            screen.print(recommend(pooled, threshold=one.threshold))
+            print_rules(one.name, pooled, one.threshold)
+            click.echo(recommend(pooled, threshold=one.threshold))
     # Last, so that a full disk does not lose the figures.
     if report is not None:
-        with problems.status("Writing the report ..."):
-            write_report(report, measured, sets)
-        problems.print(f"Report: {report / 'index.html'}", soft_wrap=True)
+        write_report(report, measured, sets)
+        click.echo(f"Report: {report / 'index.html'}", err=True)
 
 
 def _measure(source: ModelSource, sets: LabelledSets, threshold: float | None) -> Measured:
     """A system's scores, and the threshold: as given, its own, or the best over all files."""
     name = source.name
-    with problems.status(Text(f"Loading {name} ...")):
-        system = load_reranker(source)
+    show_waiting(f"Loading {name} ...")
+    system = load_reranker(source)
     reused = warn_of_reuse(name, system.labelled_data, sets)
     scored = {}
     for title, queries in sets.items():
-        shown = track(queries, escape(f"{name}, {title}"), console=problems, transient=True)
-        scored[title] = score_dataset(system, shown)
+        scored[title] = score_dataset(system, progress(queries, f"{name}, {title}"))
     origin = "given"
     if threshold is None:
         threshold = system.threshold
@@ -160,30 +167,27 @@ def _measure(source: ModelSource, sets: LabelledSets, threshold: float | None) -
     if threshold is None:
         threshold = shared_threshold(list(scored.values()))
         origin = "the best over all files, counted alike; this system has no native threshold"
-        problems.print(f"{name}: threshold {plain(threshold)} (rounded): {origin}.", soft_wrap=True)
+        click.echo(f"{name}: threshold {plain(threshold)} (rounded): {origin}.", err=True)
     return Measured(name, threshold, origin, scored, reused)
 
 
-def rules_table(name: str, scored: Sequence[ScoredQuery], threshold: float) -> Table:
-    """What the threshold and its alternatives keep, over all queries of all sets."""
-    title = Text(f"{name}: the threshold and what could stand instead, over all queries")
-    table = Table("rule", title=title, title_justify="left")
-    for heading in ("F1", "answers lost", "kept per query"):
-        table.add_column(heading, justify="right")
+def print_rules(name: str, scored: Sequence[ScoredQuery], threshold: float) -> None:
+    """Print what the threshold and its alternatives keep, over all queries of all sets."""
+    rows = []
     answerable = sum(any(query.relevant) for query in scored)
     for rule in rules(threshold).values():
         result = apply_rule(scored, rule)
         lost = f"{result.left_with_nothing} of {answerable}"
-        table.add_row(str(rule), plain(result.f1), lost, plain(result.kept_per_query))
-    return table
+        rows.append((str(rule), plain(result.f1), lost, plain(result.kept_per_query)))
+    title = f"{name}: the threshold and what could stand instead, over all queries"
+    print_table(title, ("rule", "F1", "answers lost", "kept per query"), rows)
 
 
-def file_table(title: str, records: Sequence[Mapping[str, Any]]) -> Table:
-    """A row for each metric of a file, and a column for each system; `summarise` makes a record."""
-    table = Table(title=Text(title, overflow="fold"), title_justify="left")
-    table.add_column()
-    for record in records:
-        table.add_column(Text(record["model"]), justify="right", overflow="fold")
-    for key, heading in ROWS.items():
-        table.add_row(heading, *[plain(record[key]) for record in records])
-    return table
+def print_file(title: str, records: Sequence[Mapping[str, Any]]) -> None:
+    """Print a row for each metric of a file, and a column for each record of `summarise`."""
+    names = [record["model"] for record in records]
+    rows = [(name, *[plain(record[key]) for record in records]) for key, name in ROWS.items()]
+    print_table(title, ("", *names), rows)
+
+
+COMMANDS = (report, evaluate)

@@ -1,39 +1,45 @@
-"""What the ``rsrank`` commands share: consoles, options, and the decorator that makes a command."""
+"""What the ``rsrank`` commands share: options, output, and the decorator that makes a command."""
 
-import inspect
 import json
 import re
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
-from inspect import Parameter
-from typing import Annotated, Any, get_type_hints
+from inspect import isclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-import typer
+import click
+from click import option
 from pydantic import BaseModel, PositiveInt, ValidationError
-from rich.console import Console
-from rich.text import Text
 from safetensors import SafetensorError
-from typer import Option
+from tqdm import tqdm
 
 from ..adapters.systems import forms
 from ..errors import InputError, RSRankError, needs_torch, problems_of
 from ..language_model.options import LoadOptions, LoadSettings
 from .process import hide_library_progress, prepare
 
-# Names and paths may hold what looks like markup of rich, such as [a].
-screen = Console(highlight=False, markup=False)
-problems = Console(stderr=True, highlight=False, markup=False)
+Item = TypeVar("Item")
 
-Model = Annotated[str, Option("--model", "-m", help="Built-in name, artifact folder or Hub id.")]
-System = Annotated[
-    str,
-    Option("--model", "-m", help=f"Artifact (name, folder, Hub id), file of tune, or {forms()}."),
-]
-Revision = Annotated[str | None, Option(help="Commit, tag or branch on the Hub.")]
-Query = Annotated[str, Option("--query", "-q", help="The question.")]
-Documents = Annotated[str, Option("--documents", "-d", help="A file, or - for standard input.")]
-AsJson = Annotated[bool, Option("--json", help="Print JSON instead of a table.")]
+FILE = click.Path(path_type=Path)
+
+model_option = option(
+    "--model", "-m", default="mini", help="Built-in name, artifact folder or Hub id."
+)
+system_option = option(
+    "--model",
+    "-m",
+    default="mini",
+    help=f"Artifact (name, folder, Hub id), file of tune, or {forms()}.",
+)
+revision_option = option("--revision", help="Commit, tag or branch on the Hub.")
+query_option = option("--query", "-q", required=True, help="The question.")
+documents_option = option(
+    "--documents", "-d", required=True, help="A file, or - for standard input."
+)
+json_option = option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 
 
 class LoadingOptions(LoadSettings, use_attribute_docstrings=True):
@@ -43,14 +49,19 @@ class LoadingOptions(LoadSettings, use_attribute_docstrings=True):
     """Threads on a CPU. Default: OMP_NUM_THREADS, or the cores that this process may use."""
 
 
-def _options_of(model: type[BaseModel]) -> Iterator[Parameter]:
-    """An option for each field."""
-    kinds: dict[str, Any] = get_type_hints(model)
+def _options_of(model: type[BaseModel]) -> Iterator[click.Option]:
+    """An option for each field. The model checks the values."""
     for name, field in model.model_fields.items():
-        # A switch without a name of its own would get a second one, --no-NAME.
-        option = Option(f"--{name.replace('_', '-')}", help=field.description)
-        kind: Any = Annotated[kinds[name], option]
-        yield Parameter(name, Parameter.KEYWORD_ONLY, default=field.default, annotation=kind)
+        kinds = (field.annotation, *get_args(field.annotation))
+        choices = [get_args(kind) for kind in kinds if get_origin(kind) is Literal]
+        yield click.Option(
+            [f"--{name.replace('_', '-')}"],
+            type=click.Choice(choices[0]) if choices else None,
+            default=field.default,
+            is_flag=bool in kinds,
+            multiple=list[str] in kinds,
+            help=field.description,
+        )
 
 
 @contextmanager
@@ -77,8 +88,8 @@ def catch_errors(resumes: bool = False) -> Iterator[None]:
         message = re.sub(r"^.Errno [0-9]+. ", "", str(error)).rstrip(".")
         _exit(1, f"{message}. {hint}")
     except KeyboardInterrupt:
-        problems.print(f"Stopped. {hint}")
-        raise typer.Exit(130) from None
+        click.echo(f"Stopped. {hint}", err=True)
+        raise click.exceptions.Exit(130) from None
 
 
 def printable(text: str) -> str:
@@ -88,38 +99,52 @@ def printable(text: str) -> str:
 
 def print_json(content: Any) -> None:
     """Print JSON to standard output."""
-    typer.echo(json.dumps(content, ensure_ascii=False, indent=2))
+    click.echo(json.dumps(content, ensure_ascii=False, indent=2))
+
+
+def show_waiting(text: str) -> None:
+    """Say on a terminal what takes a while."""
+    if sys.stderr.isatty():
+        click.echo(text, err=True)
+
+
+def progress(items: Iterable[Item], description: str, total: int | None = None) -> Iterable[Item]:
+    """Iterate with a progress bar, which only a terminal shows."""
+    bar: Iterable[Item] = tqdm(items, description, total, leave=False, disable=None)
+    return bar
+
+
+def print_table(title: str, heading: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print a table, whose first column holds words and the others numbers."""
+    lines = [heading, *rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    click.echo(f"\n{title}")
+    for line in lines:
+        cells = [cell.rjust(width) for cell, width in zip(line, widths, strict=True)]
+        cells[0] = line[0].ljust(widths[0])
+        click.echo("  ".join(cells))
 
 
 def _exit(code: int, message: str) -> None:
     message = printable(" ".join(message.split()))
     if not message.endswith((".", "!", "?")):
         message += "."
-    problems.print(Text.assemble(("error: ", "bold red"), message), soft_wrap=True)
-    raise typer.Exit(code)
+    click.echo(f"error: {message}", err=True)
+    raise click.exceptions.Exit(code)
 
 
-def command(
-    app: typer.Typer, *, resumes: bool = False
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make a function a command of an app. Errors are printed in one line.
+def command(*, resumes: bool = False) -> Callable[[Callable[..., None]], click.Command]:
+    """Make a function a command. Errors are printed in one line.
 
     A parameter whose type is a pydantic model becomes an option for each field. A parameter of the
     type `LoadOptions` becomes those of `LoadingOptions`.
     """
 
-    def decorate(function: Callable[..., None]) -> Callable[..., None]:
-        options: list[Parameter] = []
-        of_models: list[Parameter] = []
+    def decorate(function: Callable[..., None]) -> click.Command:
         models: dict[str, type[BaseModel]] = {}
-        for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
-            kind = LoadingOptions if parameter.annotation is LoadOptions else parameter.annotation
-            if inspect.isclass(kind) and issubclass(kind, BaseModel):
-                models[name] = kind
-                of_models += _options_of(kind)
-            else:
-                options.append(parameter.replace(kind=Parameter.KEYWORD_ONLY))
-        options += of_models
+        for name, kind in get_type_hints(function).items():
+            if isclass(kind) and issubclass(kind, BaseModel):
+                models[name] = LoadingOptions if kind is LoadOptions else kind
 
         @wraps(function)
         def run(**arguments: Any) -> None:
@@ -133,10 +158,10 @@ def command(
                     arguments[name] = values
                 function(**arguments)
 
-        # typer reads options from these two.
-        run.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
-        run.__annotations__ = {option.name: option.annotation for option in options}
-        app.command()(run)
-        return function
+        settings = {"show_default": True, "max_content_width": 100}
+        made = click.command(context_settings=settings)(run)
+        for model in models.values():
+            made.params += _options_of(model)
+        return made
 
     return decorate

@@ -7,12 +7,10 @@ import sys
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Literal
 
-import typer
-from rich.progress import track
-from rich.text import Text
-from typer import Option
+import click
+from click import option
 
 from ..adapters.systems import load as load_reranker
 from ..adapters.systems import parse
@@ -25,35 +23,36 @@ from ..passages.ranked import passes
 from ..passages.titles import lines_before
 from ..reranker import RankResult, Threshold
 from .options import (
-    AsJson,
-    Documents,
-    Model,
-    Query,
-    Revision,
-    System,
+    FILE,
     command,
+    documents_option,
+    json_option,
+    model_option,
     print_json,
     printable,
-    problems,
-    screen,
+    progress,
+    query_option,
+    revision_option,
+    show_waiting,
+    system_option,
 )
 
 if TYPE_CHECKING:
     from ..rsrank import RSRank
 
-app = typer.Typer()
+# Of lines that begin with these characters.
+COLORS = {"+": "green", "-": "bright_black"}
 
-Prefixes = Annotated[
-    Path | None,
-    Option("--prefixes", "-p", resolve_path=True, help="Folder that rsrank index has made."),
-]
+FOLDER = click.Path(path_type=Path, resolve_path=True)
+
+prefixes_option = option("--prefixes", "-p", type=FOLDER, help="Folder that rsrank index has made.")
 
 
 def _load(source: ModelSource) -> RSRank:
     from ..rsrank import RSRank
 
-    with problems.status(Text(f"Loading {source.name} ...")):
-        return RSRank.from_source(source)
+    show_waiting(f"Loading {source.name} ...")
+    return RSRank.from_source(source)
 
 
 def read_documents(source: str) -> list[str]:
@@ -92,33 +91,41 @@ def read_documents(source: str) -> list[str]:
     return documents
 
 
-def result_text(result: RankResult) -> Text:
+def result_text(result: RankResult) -> str:
     """A result with kept documents in green and dropped ones in grey."""
-    text = Text(printable(str(result)), "bold")
-    text.highlight_regex(r"(?m)^\+.*", "not bold green")
-    text.highlight_regex(r"(?m)^-.*", "not bold dim")
-    return text
+    lines = printable(str(result)).split("\n")
+    return "\n".join(click.style(line, COLORS.get(line[:1])) for line in lines)
 
 
-@command(app)
+@command()
+@query_option
+@documents_option
+@system_option
+@revision_option
+@option("--threshold", type=float, help="Keep documents above this. Default: the model's own.")
+@option("--keep-all", is_flag=True, help="Rank without a threshold.")
+@option("--top-n", type=int, help="Keep at most this many.")
+@option("--min-docs", default=0, help="Keep at least this many.")
+@option(
+    "--extract",
+    type=click.Choice(["sentences"]),
+    help="Keep only sentences that score above the threshold.",
+)
+@prefixes_option
+@json_option
 def rank(
-    query: Query,
-    documents: Documents,
+    query: str,
+    documents: str,
     load: LoadOptions,
-    model: System = "mini",
-    revision: Revision = None,
-    threshold: Annotated[
-        float | None, Option(help="Keep documents above this. Default: the model's own.")
-    ] = None,
-    keep_all: Annotated[bool, Option("--keep-all", help="Rank without a threshold.")] = False,
-    top_n: Annotated[int | None, Option(help="Keep at most this many.")] = None,
-    min_docs: Annotated[int, Option(help="Keep at least this many.")] = 0,
-    extract: Annotated[
-        Literal["sentences"] | None,
-        Option(help="Keep only sentences that score above the threshold."),
-    ] = None,
-    prefixes: Prefixes = None,
-    as_json: AsJson = False,
+    model: str,
+    revision: str | None,
+    threshold: float | None,
+    keep_all: bool,
+    top_n: int | None,
+    min_docs: int,
+    extract: Literal["sentences"] | None,
+    prefixes: Path | None,
+    as_json: bool,
 ) -> None:
     """Score documents for a query, keep those above the threshold, and drop the others.
 
@@ -128,15 +135,15 @@ def rank(
 
     `rsrank rank -q "How do bees find flowers?" -d passages.txt`
 
-    `cat passages.jsonl | rsrank rank -q "How do bees find flowers?" -d - --json`
+    `cat passages.jsonl | rsrank rank -q "How do bees fly?" -d - --json`
     """
     if keep_all and threshold is not None:
         raise InputError("--keep-all ranks without a threshold: leave out --threshold.")
     texts = read_documents(documents)
     # Without a folder, prefixes are not cached: each document is scored once.
     source = ModelSource(model, revision, load, prefix_cache=prefixes or False)
-    with problems.status(Text(f"Loading {model} ...")):
-        ranker = load_reranker(source)
+    show_waiting(f"Loading {model} ...")
+    ranker = load_reranker(source)
     limit: Threshold = "native"
     if keep_all:
         limit = None
@@ -148,18 +155,16 @@ def rank(
     if as_json:
         print_json(result.to_dict())
     else:
-        screen.print(result_text(result), soft_wrap=True)
+        click.echo(result_text(result))
 
 
-@command(app, resumes=True)
+@command(resumes=True)
+@documents_option
+@option("--prefixes", "-p", type=FOLDER, required=True, help="Folder for the prefixes.")
+@model_option
+@revision_option
 def index(
-    documents: Documents,
-    prefixes: Annotated[
-        Path, Option("--prefixes", "-p", resolve_path=True, help="Folder for the prefixes.")
-    ],
-    load: LoadOptions,
-    model: Model = "mini",
-    revision: Revision = None,
+    documents: str, prefixes: Path, load: LoadOptions, model: str, revision: str | None
 ) -> None:
     """Run documents ahead of time: later calls with `prefix_cache=FOLDER` run only the query.
 
@@ -171,20 +176,20 @@ def index(
     ranker = _load(ModelSource(model, revision, load, prefix_cache=prefixes))
     texts = read_documents(documents)
     parts = ranker.parts(texts)
-    count = ranker.index(parts, show_progress=problems.is_terminal)
-    screen.print(
+    count = ranker.index(parts, show_progress=sys.stderr.isatty())
+    click.echo(
         f"{len(texts):,} documents: {len(parts):,} different parts, {count:,} run for {prefixes}"
     )
 
 
-@command(app)
+@command()
+@query_option
+@option("--document", "-d", required=True, help="The document's text.")
+@model_option
+@revision_option
+@json_option
 def explain(
-    query: Query,
-    document: Annotated[str, Option("--document", "-d", help="The document's text.")],
-    load: LoadOptions,
-    model: Model = "mini",
-    revision: Revision = None,
-    as_json: AsJson = False,
+    query: str, document: str, load: LoadOptions, model: str, revision: str | None, as_json: bool
 ) -> None:
     """Show where a score comes from: its exact parts per query token and per layer (L1, L2, ...).
 
@@ -200,10 +205,10 @@ def explain(
         del fields["head_parts"]
         print_json(fields)
     else:
-        screen.print(explanation_text(explanation, ranker.config.threshold), soft_wrap=True)
+        click.echo(explanation_text(explanation, ranker.config.threshold))
 
 
-def explanation_text(explanation: Explanation, threshold: float) -> Text:
+def explanation_text(explanation: Explanation, threshold: float) -> str:
     """An explanation after its query and document, and whether the document is kept."""
     document = " ".join(explanation.document.split())[:200]
     verdict = "dropped"
@@ -213,23 +218,17 @@ def explanation_text(explanation: Explanation, threshold: float) -> Text:
         verdict = f"{verdict}: the threshold is {threshold:g}"
     if explanation.truncated:
         verdict += " (by its beginning alone; rank reads long documents in windows)"
-    return Text.assemble(
-        (printable(explanation.query), "bold"),
-        "\n",
-        (printable(document), "dim"),
-        f"\n{printable(str(explanation))}\n{verdict}",
-    )
+    return printable(f"{explanation.query}\n{document}\n{explanation}\n{verdict}")
 
 
-@command(app)
-def info(
-    model: Annotated[
-        str, typer.Argument(help="Built-in name, artifact folder or Hub id.")
-    ] = "mini",
-    revision: Revision = None,
-    as_json: AsJson = False,
-) -> None:
+@command()
+@click.argument("model", default="mini")
+@revision_option
+@json_option
+def info(model: str, revision: str | None, as_json: bool) -> None:
     """Print an artifact's model card and its limits; loads no language model.
+
+    MODEL is a built-in name, an artifact folder or a Hub id. Default: mini.
 
     `rsrank info mini`
     """
@@ -239,25 +238,33 @@ def info(
     folder = hub.resolve(model, revision)
     config = hub.read_config(folder)
     if as_json:
-        typer.echo(config.model_dump_json(indent=2))
+        click.echo(config.model_dump_json(indent=2))
         return
-    typer.echo(printable(model_card(config)))
+    click.echo(printable(model_card(config)))
     limits = folder / hub.LIMITS
     if limits.is_file():
-        typer.echo(printable(f"Limits: {limits.read_text(encoding='utf-8').strip()}"))
+        click.echo(printable(f"Limits: {limits.read_text(encoding='utf-8').strip()}"))
 
 
-@command(app, resumes=True)
+@command(resumes=True)
+@option(
+    "--input",
+    "-i",
+    "source",
+    required=True,
+    help="A .jsonl or .jsonl.gz file, or a folder of them.",
+)
+@option("--output", "-o", type=FILE, required=True, help="Folder for the scored files.")
+@system_option
+@revision_option
+@prefixes_option
 def score(
-    source: Annotated[
-        str,
-        Option("--input", "-i", help="A .jsonl or .jsonl.gz file, or a folder of them."),
-    ],
-    output: Annotated[Path, Option("--output", "-o", help="Folder for the scored files.")],
+    source: str,
+    output: Path,
     load: LoadOptions,
-    model: System = "mini",
-    revision: Revision = None,
-    prefixes: Prefixes = None,
+    model: str,
+    revision: str | None,
+    prefixes: Path | None,
 ) -> None:
     """Score many pairs: files of JSON lines in, a file of the same name out for each.
 
@@ -291,10 +298,12 @@ def score(
         output,
         partial(load_reranker, model_source),
         settings=settings,
-        progress=partial(track, description="Scoring", console=problems, transient=True),
+        progress=partial(progress, description="Scoring"),
     )
-    screen.print(
+    click.echo(
         f"{numbers['rows']:,} new rows, {numbers['errors']:,} without a score (column error); "
-        f"files in {output}: {numbers['files']:,} written, {numbers['skipped']:,} skipped",
-        soft_wrap=True,
+        f"files in {output}: {numbers['files']:,} written, {numbers['skipped']:,} skipped"
     )
+
+
+COMMANDS = (rank, index, explain, info, score)

@@ -10,26 +10,24 @@ from functools import partial
 from importlib.util import find_spec
 from ipaddress import ip_address
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Literal
 
-import typer
+import click
+from click import option
 from pydantic import BaseModel, Field, NonNegativeFloat, PositiveInt, SecretStr
-from typer import Option
 
 from ..adapters.systems import load as load_reranker
 from ..adapters.systems import parse
 from ..errors import InputError
 from ..language_model.options import LoadOptions, ModelSource
 from ..prefixes.settings import Choice, PrefixCache, as_bytes
-from .options import Revision, System, command, screen
+from .options import FILE, command, revision_option, system_option
 
 if TYPE_CHECKING:
     from ..service.app import Settings
     from ..service.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
-
-app = typer.Typer()
 
 KEYS = "RSRANK_API_KEY"
 """Environment variable with API keys, separated by commas."""
@@ -107,19 +105,23 @@ class ServeOptions(BaseModel, use_attribute_docstrings=True):
     """Of this package and the server."""
 
 
-@command(app)
+@command()
+@system_option
+@revision_option
+@option("--prefixes", "-p", type=FILE, help="Folder of a prefix cache on disk.")
+@option(
+    "--for",
+    "program",
+    type=click.Choice(list(APPS)),
+    help="Answer as this program needs, and say what to enter in it.",
+)
 def serve(
     load: LoadOptions,
     options: ServeOptions,
-    model: System = "mini",
-    revision: Revision = None,
-    prefixes: Annotated[
-        Path | None, Option("--prefixes", "-p", help="Folder of a prefix cache on disk.")
-    ] = None,
-    program: Annotated[
-        Literal[tuple(APPS)] | None,  # type: ignore[valid-type]
-        Option("--for", help="Answer as this program needs, and say what to enter in it."),
-    ] = None,
+    model: str,
+    revision: str | None,
+    prefixes: Path | None,
+    program: str | None,
 ) -> None:
     """Answer over HTTP, as clients of Cohere, Jina, TEI, vLLM, Infinity and NVIDIA ask.
 
@@ -195,9 +197,8 @@ def run(backend: Scheduler, settings: Settings, options: ServeOptions, enter: st
         server = Server(
             app,
             ConnectionLimits(notice=options.notice),
-            lambda: screen.print(
-                f"{backend.description.name} answers at {address}{enter.replace('{url}', entered)}",
-                soft_wrap=True,
+            lambda: click.echo(
+                f"{backend.description.name} answers at {address}{enter.replace('{url}', entered)}"
             ),
         )
         try:
@@ -207,7 +208,7 @@ def run(backend: Scheduler, settings: Settings, options: ServeOptions, enter: st
             if app.state.failure is not None:
                 raise app.state.failure
         if app.state.metrics.unanswered:
-            raise typer.Exit(1)
+            raise click.exceptions.Exit(1)
 
 
 def _bound(host: str, port: int) -> socket.socket:
@@ -233,3 +234,6 @@ def warn_if_open(settings: Settings, host: str) -> None:
             host,
             KEYS,
         )
+
+
+COMMANDS = (serve,)

@@ -2,44 +2,38 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-from rich.table import Table
-from rich.text import Text
-from typer import Option
+import click
+from click import option
 
 from ..errors import InputError, TrainingError
 from ..evaluation.metrics import plain
 from ..language_model.options import LoadOptions, ModelSource
-from .options import Revision, System, command, problems, screen
+from .options import FILE, command, print_table, revision_option, show_waiting, system_option
 
 if TYPE_CHECKING:
     from ..training.tune import Tuned
     from ..training.verdict import Verdict
 
-app = typer.Typer()
 
-
-@command(app, resumes=True)
+@command(resumes=True)
+@option("--config", "-c", default="your-data", help="A recipe's name (above) or a TOML file.")
+@option("--base", help="Fine-tune this artifact.")
+@option("--data", type=FILE, multiple=True, help="Labelled .jsonl(.gz) instead of the recipe's.")
+@option("--output", "-o", type=FILE, default="runs/rsrank", help="Folder for all that is made.")
+@option("--set", "settings", multiple=True, help="Change an entry, such as fit.epochs=10.")
+@option("--force", is_flag=True, help="Write fine-tuned weights even if they may lose something.")
 def train(
-    config: Annotated[
-        str, Option("--config", "-c", help="A recipe's name (above) or a TOML file.")
-    ] = "your-data",
-    base: Annotated[str | None, Option(help="Fine-tune this artifact.")] = None,
-    data: Annotated[
-        list[Path] | None, Option("--data", help="Labelled .jsonl(.gz) instead of the recipe's.")
-    ] = None,
-    output: Annotated[Path, Option("--output", "-o", help="Folder for all that is made.")] = Path(
-        "runs/rsrank"
-    ),
-    settings: Annotated[
-        list[str] | None, Option("--set", help="Change an entry, such as fit.epochs=10.")
-    ] = None,
-    force: Annotated[
-        bool, Option("--force", help="Write fine-tuned weights even if they may lose something.")
-    ] = False,
+    config: str,
+    base: str | None,
+    data: Sequence[Path],
+    output: Path,
+    settings: Sequence[str],
+    force: bool,
 ) -> None:
     """Run a recipe: read data and features, train weights, write the artifact (OUTPUT/artifact).
 
@@ -58,53 +52,54 @@ def train(
     from ..training.run import TrainingRun
     from ..training.verdict import MEASURES
 
-    recipe = Recipe.load(config, settings or (), data or (), base)
-    run = TrainingRun(
-        recipe,
-        output,
-        progress=problems.is_terminal,
-        force=force,
-    )
+    recipe = Recipe.load(config, settings, data, base)
+    run = TrainingRun(recipe, output, progress=sys.stderr.isatty(), force=force)
     result = run.run()
     if result.verdict is None:
         for name, value in result.metrics.items():
-            screen.print(f"{value:.3f} {MEASURES[name]}, on validation queries")
+            click.echo(f"{value:.3f} {MEASURES[name]}, on validation queries")
     else:
         show_verdict(result.verdict, ("base", "fine-tuned"))
-        screen.print(f"verdict on the fine-tuned weights: {result.verdict}", soft_wrap=True)
-    screen.print(f"written: {result.written}", soft_wrap=True)
+        click.echo(f"verdict on the fine-tuned weights: {result.verdict}")
+    click.echo(f"written: {result.written}")
     if result.problem and not force:
-        screen.print("--force writes the fine-tuned weights.")
-    screen.print(
+        click.echo("--force writes the fine-tuned weights.")
+    click.echo(
         f"artifact: {run.artifact}\nTry it:   rsrank rank --model {run.artifact} -q ... -d FILE"
     )
 
 
-@command(app)
+@command()
+@option("--data", type=FILE, required=True, help="Labelled .jsonl(.gz).")
+@option(
+    "--output",
+    "-o",
+    type=FILE,
+    required=True,
+    help="Folder for the artifact; for another system, NAME.json.",
+)
+@system_option
+@revision_option
+@option(
+    "--precision",
+    type=click.FloatRange(0, 1),
+    help="Goal: of thresholds with this precision, the one that keeps most.",
+)
+@option(
+    "--recall",
+    type=click.FloatRange(0, 1),
+    help="Goal: of thresholds with this recall, the one that keeps fewest.",
+)
+@option("--force", is_flag=True, help="Write the artifact even if the goal is not reached.")
 def tune(
     load: LoadOptions,
-    data: Annotated[Path, Option("--data", help="Labelled .jsonl(.gz).")],
-    output: Annotated[
-        Path,
-        Option("--output", "-o", help="Folder for the artifact; for another system, NAME.json."),
-    ],
-    model: System = "mini",
-    revision: Revision = None,
-    precision: Annotated[
-        float | None,
-        Option(
-            min=0, max=1, help="Goal: of thresholds with this precision, the one that keeps most."
-        ),
-    ] = None,
-    recall: Annotated[
-        float | None,
-        Option(
-            min=0, max=1, help="Goal: of thresholds with this recall, the one that keeps fewest."
-        ),
-    ] = None,
-    force: Annotated[
-        bool, Option("--force", help="Write the artifact even if the goal is not reached.")
-    ] = False,
+    data: Path,
+    output: Path,
+    model: str,
+    revision: str | None,
+    precision: float | None,
+    recall: float | None,
+    force: bool,
 ) -> None:
     """Write a copy of an artifact with the threshold for the best F1, or for a precision or recall.
 
@@ -127,21 +122,20 @@ def tune(
         goal = Goal("recall", recall)
     elif precision is not None:
         goal = Goal("precision", precision)
-    with problems.status(Text(f"Scoring {data} ...")):
-        tuned = tune(source, data, output, goal, force=force, show=show_tuned)
+    show_waiting(f"Scoring {data} ...")
+    tuned = tune(source, data, output, goal, force=force, show=show_tuned)
     if tuned.problem and not force:
         raise TrainingError(f"Nothing was written: {tuned.problem}. --force writes it.")
-    screen.print(f"written: threshold {plain(tuned.threshold)}, in {output}", soft_wrap=True)
+    click.echo(f"written: threshold {plain(tuned.threshold)}, in {output}")
 
 
 def show_tuned(tuned: Tuned) -> None:
     """Print a threshold, and what it changes."""
-    screen.print(tuned.summary, soft_wrap=True)
+    click.echo(tuned.summary)
     if tuned.is_new:
         show_verdict(tuned.verdict, ("so far", "tuned"))
-        screen.print(
-            f"what changes on queries that were left out (the goal decides): {tuned.verdict}",
-            soft_wrap=True,
+        click.echo(
+            f"what changes on queries that were left out (the goal decides): {tuned.verdict}"
         )
 
 
@@ -154,8 +148,12 @@ def show_verdict(verdict: Verdict, names: tuple[str, str]) -> None:
         "keep something, recall those with an answer. With 95% intervals, if 10 or more count "
         "and not all agree."
     )
-    table = Table("", *names, "difference", title=title, title_justify="left")
-    for name, words in MEASURES.items():
-        columns = (verdict.before, verdict.after, verdict.difference)
-        table.add_row(words, *[str(column.get(name, "-")) for column in columns])
-    screen.print(table)
+    columns = (verdict.before, verdict.after, verdict.difference)
+    rows = [
+        (words, *[str(column.get(name, "-")) for column in columns])
+        for name, words in MEASURES.items()
+    ]
+    print_table(title, ("", *names, "difference"), rows)
+
+
+COMMANDS = (train, tune)

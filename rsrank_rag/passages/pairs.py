@@ -61,7 +61,6 @@ def score_in_parts(
 
     Raises:
         InputError: A document cannot be read as its pair says.
-        MissingDependencyError: Sentences are wanted, and sentencex is not installed.
         ScoringError: A part could not be scored; the position of its pair is given.
     """
     spans = [spans_of(pair, token_ends) for pair in pairs]
@@ -135,7 +134,6 @@ def cut(pair: Pair, token_ends: TokenEnds, before: Segment | None = None) -> Seg
     Raises:
         InputError: The pair has windows or ``max_tokens``, and the reranker cannot say where
             tokens end.
-        MissingDependencyError: sentencex is not installed.
     """
     document, reading = pair.document, pair.reading
     if reading == WHOLE:

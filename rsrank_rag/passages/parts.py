@@ -8,7 +8,7 @@ from typing import Any, Literal, TypedDict
 
 from typing_extensions import Self
 
-from ..errors import InputError, check_choice, check_count, needs
+from ..errors import InputError, check_choice, check_count
 
 Span = tuple[int, int]
 """A part of a text: its first character, and the first character after it."""
@@ -125,16 +125,12 @@ def sentences(text: str, begin: int = 0) -> list[Span]:
 
     Together they hold everything but white space.
 
-    Raises:
-        MissingDependencyError: sentencex is not installed.
-
     >>> text = "Dr. Smith left. He was late!\r\nWhy?"
     >>> [text[start:stop] for start, stop in sentences(text)]
     ['Dr. Smith left.', 'He was late!', 'Why?']
     """
-    install = "which is not installed. Install with: pip install 'sentencex>=1.0.32'"
-    with needs(f"Sentences are found by sentencex, {install}", "", "sentencex"):
-        from sentencex import get_sentence_boundaries
+    from sentencex import get_sentence_boundaries
+
     # sentencex fails on white space of several bytes.
     plain = encodable(re.sub(r"[^\S\r\n]", " ", text))
     spans: list[Span] = []

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from ray_models import Lengths, refuse
-from typer.testing import CliRunner
 
 from rsrank_rag import Reranker
 from rsrank_rag.bulk.pairs import COLUMNS, PairScorer

@@ -1,6 +1,5 @@
 """The command line, called as a user calls it."""
 
-import io
 import json
 import os
 import re
@@ -10,16 +9,15 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import click
 import pytest
-import typer
+from click.testing import CliRunner
 from conftest import DOCUMENTS, QUERY
-from rich.console import Console
-from typer.testing import CliRunner
 
 from rsrank_rag import __version__
 from rsrank_rag.artifact import hub
 from rsrank_rag.cli import app
-from rsrank_rag.cli.evaluation import ROWS, file_table
+from rsrank_rag.cli.evaluation import ROWS, print_file
 from rsrank_rag.cli.options import catch_errors
 from rsrank_rag.cli.ranking import explanation_text, read_documents
 from rsrank_rag.errors import InputError
@@ -158,12 +156,12 @@ def test_index_counts_documents_and_the_different_parts_of_them(artifact, tmp_pa
 
 def test_explain_says_kept_or_dropped_by_the_threshold_of_the_model():
     explanation = Explanation("q", "d", 0.4, False, ("q",), (1,), ((0.4,),), (((0.4,),),))
-    assert explanation_text(explanation, 0.0).plain.endswith("\nkept")
+    assert explanation_text(explanation, 0.0).endswith("\nkept")
     cut = replace(explanation, truncated=True)
-    assert explanation_text(cut, 0.0).plain.endswith(
+    assert explanation_text(cut, 0.0).endswith(
         "\nkept (by its beginning alone; rank reads long documents in windows)"
     )
-    above = explanation_text(explanation, 0.5).plain
+    above = explanation_text(explanation, 0.5)
     assert above.endswith("\ndropped: the threshold is 0.5")
 
 
@@ -273,20 +271,18 @@ def test_every_row_is_a_number_of_the_record():
     assert {*ROWS} == {*KEYS} - {"model", "dataset"}
 
 
-def test_evaluate_shows_systems_side_by_side_with_every_number_whole(artifact):
+def test_evaluate_shows_systems_side_by_side_with_every_number_whole(capsys):
     record = dict.fromkeys(KEYS[2:], 0.125) | {
         "queries": 13145,
         "tau_best": -0.000451,
         "false_keeps": None,
     }
-    table = file_table("beir:scifact", [{"model": name, **record} for name in (artifact, "bm25")])
-    console = Console(width=80, file=io.StringIO())
-    console.print(table)
-    lines = console.file.getvalue().splitlines()
-    assert max(map(len, lines)) <= 80
-    assert lines[0].strip() == "beir:scifact"
-    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if "│" in line]
-    rows = {cell[0]: cell[1:] for cell in cells}
+    print_file("beir:scifact", [{"model": name, **record} for name in ("a model", "bm25")])
+    lines = capsys.readouterr().out.strip().splitlines()
+    assert lines[0] == "beir:scifact"
+    assert len(set(map(len, lines[1:]))) == 1
+    rows = {name: cells for name, *cells in (re.split("  +", line) for line in lines[1:])}
+    assert rows[""] == ["a model", "bm25"]
     assert rows["queries"] == ["13145", "13145"]
     assert rows["nDCG@5 of all queries"] == ["0.125", "0.125"]
     assert rows["at about this threshold"] == ["-0.00045", "-0.00045"]
@@ -400,7 +396,7 @@ def test_a_mistake_gives_one_clear_line_and_an_exit_code(
     [(True, "Stopped. Run the same command again to go on."), (False, "Stopped.")],
 )
 def test_ctrl_c_says_whether_the_same_command_goes_on(resumes, said, capfd):
-    with pytest.raises(typer.Exit) as ended, catch_errors(resumes):
+    with pytest.raises(click.exceptions.Exit) as ended, catch_errors(resumes):
         raise KeyboardInterrupt
     assert ended.value.exit_code == 130
     assert capfd.readouterr().err.strip() == said
@@ -414,7 +410,7 @@ def test_ctrl_c_says_whether_the_same_command_goes_on(resumes, said, capfd):
     ],
 )
 def test_what_the_disk_refuses_is_one_line(error, capfd):
-    with pytest.raises(typer.Exit) as ended, catch_errors(resumes=True):
+    with pytest.raises(click.exceptions.Exit) as ended, catch_errors(resumes=True):
         raise error
     assert ended.value.exit_code == 1
     expected = f"error: {error.strerror}: {error.filename!r}. Run the same command again to go on."

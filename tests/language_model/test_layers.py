@@ -7,6 +7,7 @@ import shutil
 import pytest
 import torch
 import transformers
+from click.testing import CliRunner
 from conftest import (
     CHAT,
     DOCUMENTS,
@@ -25,7 +26,6 @@ from conftest import (
     unkept,
 )
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner
 
 from rsrank_rag import RSRank
 from rsrank_rag.artifact.identity import describe

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import random
-import sys
 from itertools import pairwise
 
 import pytest
@@ -12,7 +11,7 @@ from service_helpers import address_of, client_of, scheduler
 
 from rsrank_rag import Reranker, RSRank
 from rsrank_rag.cli import app
-from rsrank_rag.errors import InputError, MissingDependencyError, ScoringError
+from rsrank_rag.errors import InputError, ScoringError
 from rsrank_rag.passages.parts import CHUNK, Excerpt, Reading, joined, sentences, windows
 from rsrank_rag.remote.client import RemoteReranker
 from rsrank_rag.reranker import BLANK_SCORE, Pair, Scored, score_in_parts
@@ -307,12 +306,6 @@ def test_who_does_not_count_tokens_makes_no_windows():
     assert Plain().rank("q", ["One. Two."], extract="sentences").texts == ["One. Two."]
 
 
-def test_a_missing_library_is_named_with_its_pip_line(monkeypatch):
-    monkeypatch.setitem(sys.modules, "sentencex", None)
-    with pytest.raises(MissingDependencyError, match="pip install 'sentencex"):
-        Hits().rank("q", ["One. Two."], extract="sentences")
-
-
 def test_nothing_is_asked_about_no_documents():
     assert Hits().rank("q", [], extract="sentences").kept == ()
     assert joined("a", [Excerpt(0, 1, 0.0, "a")]) == "a"
@@ -548,7 +541,7 @@ class TestService:
 
 
 def test_the_command_prints_what_is_kept(tmp_path):
-    from typer.testing import CliRunner
+    from click.testing import CliRunner
 
     file = tmp_path / "passages.txt"
     file.write_text(

@@ -5,7 +5,7 @@ import logging
 import math
 
 import pytest
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from rsrank_rag import RankedDocument, RankResult, Reranker
 from rsrank_rag.cli import app

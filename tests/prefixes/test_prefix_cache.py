@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 from conftest import DOCUMENTS, QUERIES, QUERY, random_projection, score_many, unkept
-from typer.testing import CliRunner
 
 from rsrank_rag import RSRank
 from rsrank_rag.cli import app

@@ -883,6 +883,7 @@ def test_settings_of_the_environment_that_cannot_be_used_are_named(variables, mo
 
 FRESH = """
 import asyncio, json, sys
+sys.modules[sys.argv[2]] = None
 from langchain_core.documents import Document
 from rsrank_rag import RSRankCompressor
 compressor = RSRankCompressor(base_url=sys.argv[1])
@@ -895,10 +896,11 @@ print(json.dumps([[document.page_content for document in found], heavy]))
 """
 
 
-def test_a_fresh_interpreter_asks_a_service_without_torch(address):
+@pytest.mark.parametrize("missing", ["nothing", "httpx2"])
+def test_a_fresh_interpreter_asks_a_service_without_torch_and_without_httpx2(address, missing):
     pytest.importorskip("langchain_core")
     done = subprocess.run(
-        [sys.executable, "-c", FRESH, address], capture_output=True, text=True, check=True
+        [sys.executable, "-c", FRESH, address, missing], capture_output=True, text=True, check=True
     )
     assert json.loads(done.stdout) == [["a b c", "a b"], []]
 

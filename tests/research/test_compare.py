@@ -4,11 +4,11 @@ import json
 
 import pytest
 import torch
+from click.testing import CliRunner
 from hub_server import files_of
 from test_generative import save_qwen
 from test_hub_datasets import hub, lines  # noqa: F401 - a fixture
 from test_systems import save_cross_encoder
-from typer.testing import CliRunner
 
 from research import compare, kept_scores
 from rsrank_rag import Projection, RSRank
@@ -151,7 +151,7 @@ def test_published_rerankers_and_nanobeir_come_from_the_hub(
     arguments = ["--data", data, "--model", tmp_path / "artifact", "--hub", "--limit", 2]
     arguments += ["--scores", tmp_path / "scores", "--output", tmp_path, "--device", "cpu"]
 
-    result = CliRunner().invoke(compare.app, list(map(str, arguments)))
+    result = CliRunner().invoke(compare.compare, list(map(str, arguments)))
 
     assert result.exit_code == 1, result.output
     figures = json.loads((tmp_path / "comparison.json").read_text("utf-8"))

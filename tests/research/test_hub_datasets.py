@@ -7,8 +7,8 @@ import random
 import sys
 
 import pytest
+from click.testing import CliRunner
 from hub_server import HubServer, connected
-from typer.testing import CliRunner
 
 from research.hub_datasets import (
     _SOURCES,
@@ -16,9 +16,9 @@ from research.hub_datasets import (
     _from_hotpotqa,
     _rows,
     _sample,
-    app,
     load_named,
     load_sets,
+    write,
 )
 from research.negatives import Negatives, choose, replace_negatives
 from rsrank_rag.errors import InputError, MissingDependencyError
@@ -580,10 +580,10 @@ def test_the_command_writes_a_file_with_negatives_from_the_whole_file(tmp_path):
     data.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     output = tmp_path / "hard.jsonl"
     arguments = ["--data", str(data), "--output", str(output), "--limit", "1"]
-    result = CliRunner().invoke(app, [*arguments, "--negatives", "bm25"])
+    result = CliRunner().invoke(write, [*arguments, "--negatives", "bm25"])
     assert result.exit_code == 0, result.output
     (query,) = read_labelled(output)
     assert {document.text for document in query.documents} == {first["text"], second["text"]}
-    wrong = CliRunner().invoke(app, [*arguments, "--negatives", "hard"])
+    wrong = CliRunner().invoke(write, [*arguments, "--negatives", "hard"])
     assert wrong.exit_code == 2
     assert "random, bm25, dense or dense:ENCODER" in " ".join(wrong.output.split())

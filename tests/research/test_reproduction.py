@@ -7,11 +7,11 @@ import statistics
 
 import pytest
 import torch
+from click.testing import CliRunner
 from conftest import CHAT, DOCUMENTS, ENCODER, LAYERS, QUERIES
-from typer.testing import CliRunner
 
 from research.recipe import ResearchRecipe, SetPart
-from research.reproduce import app
+from research.reproduce import reproduce as reproduce_command
 from research.reproduction.ablations import (
     ABLATIONS,
     GROUPS,
@@ -301,11 +301,13 @@ def recipe_text(artifact):
 
 
 def test_the_command_prints_its_plan_and_refuses_what_is_wrong(data):
-    done = CliRunner().invoke(app, ["--config", "local", "--data", str(data), "--dry-run"])
+    done = CliRunner().invoke(
+        reproduce_command, ["--config", "local", "--data", str(data), "--dry-run"]
+    )
     assert done.exit_code == 0
     assert "one" in done.output
     assert "bm25" in done.output
-    wrong = CliRunner().invoke(app, ["--data", str(data), "--negatives", "hard"])
+    wrong = CliRunner().invoke(reproduce_command, ["--data", str(data), "--negatives", "hard"])
     assert wrong.exit_code == 2
 
 

@@ -18,8 +18,8 @@ import pytest
 
 pytest.importorskip("fastapi")
 
+from click.testing import CliRunner
 from service_helpers import Numbers, client_of, scheduler
-from typer.testing import CliRunner
 
 from rsrank_rag.cli import app
 from rsrank_rag.cli import service as cli_service

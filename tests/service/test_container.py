@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import typer
 import yaml
 from dockerfile_parse import DockerfileParser
 
@@ -105,7 +104,7 @@ def test_the_commands_are_ones_that_rsrank_takes(steps, service):
     )
     words += json.loads(values(steps, "CMD")[0]) if service is None else []
     assert words[:2] == ["rsrank", "serve"]
-    command = typer.main.get_command(app).commands["serve"]
+    command = app.commands["serve"]
     context = command.make_context("serve", [resolved(word) for word in words[2:]])
     assert context.params["host"] == "0.0.0.0"
     assert context.params["port"] == 8080
@@ -136,7 +135,7 @@ def test_compose_waits_longer_than_a_request_may_take(steps):
     from rsrank_rag.service.server import GRACE
 
     for service in COMPOSE["services"]:
-        command = typer.main.get_command(app).commands["serve"]
+        command = app.commands["serve"]
         found = command.make_context(
             "serve", [resolved(word) for word in arguments(steps, service)[2:]]
         ).params

@@ -15,17 +15,17 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
+import click
 import httpx
 import pytest
-import typer
 
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 
+from click.testing import CliRunner
 from conftest import load_ranker
 from prometheus_client.parser import text_string_to_metric_families
 from service_helpers import Numbers, Words, client_of, scheduler
-from typer.testing import CliRunner
 
 from rsrank_rag import RSRank
 from rsrank_rag.adapters.systems import load as load_reranker
@@ -1172,6 +1172,6 @@ def test_what_is_not_answered_before_the_end_makes_it_a_failure(monkeypatch):
         Server, "run", lambda self, sockets: setattr(self.app.state.metrics, "unanswered", 1)
     )
     monkeypatch.setattr("rsrank_rag.service.logs.configure", lambda level: logging.NullHandler())
-    with pytest.raises(typer.Exit) as ended:
+    with pytest.raises(click.exceptions.Exit) as ended:
         cli_service.run(scheduler(Numbers()), app_module.Settings(), ServeOptions(port=0))
     assert ended.value.exit_code == 1
