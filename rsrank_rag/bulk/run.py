@@ -40,7 +40,7 @@ def score_files(
         make: Loads the model.
         settings: What decides the scores, such as the ``model``'s name, as JSON. A folder that was
             begun with other settings, or for files of another folder, is not continued.
-        progress: Wraps the files to score, as `rich.progress.track` does. It gets the files and, as
+        progress: Wraps the files to score, as `tqdm.tqdm` does. It gets the files and, as
             ``total``, their number.
 
     Returns:
