@@ -158,8 +158,11 @@ def command(*, resumes: bool = False) -> Callable[[Callable[..., None]], click.C
                     arguments[name] = values
                 function(**arguments)
 
-        settings = {"show_default": True, "max_content_width": 100}
-        made = click.command(context_settings=settings)(run)
+        made = click.command(
+            context_settings={"show_default": True, "max_content_width": 100},
+            # click would cut the first sentence.
+            short_help=str(function.__doc__).partition("\n")[0],
+        )(run)
         for model in models.values():
             made.params += _options_of(model)
         return made
