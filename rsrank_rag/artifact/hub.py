@@ -60,7 +60,10 @@ def resolve(
                 "artifacts on the Hub have revisions. Leave revision out."
             )
         return BUILTIN / name if name in builtin else Path(name)
-    failure = f"The artifact {name!r} is neither built in ({', '.join(builtin)}) nor a local folder"
+    failure = (
+        f"The artifact {name!r} is neither built in ({', '.join(builtin)}) nor a local folder "
+        "(other rerankers, and files of `rsrank tune`, are no artifacts)"
+    )
     suggestion = nearest(name, builtin)
     if not is_hub_id(name) or (suggestion and "/" not in name):
         raise ArtifactError(f"{failure}. Check the name (owner/name) or the path.{suggestion}")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import click
-from click import option
+from click import echo, option
 
 from ..adapters.systems import forms, parse
 from ..adapters.systems import load as load_reranker
@@ -63,13 +63,13 @@ def report(log: Path) -> None:
         totals = shadow.report(lines)
     if not totals["calls"]:
         raise InputError(f"{log} holds no line of shadow mode. Log rsrank_rag.shadow at INFO.")
-    click.echo(
+    echo(
         f"{totals['calls']:,} calls, {totals['with_threshold']:,} with a threshold\n"
         f"{totals['documents']:,} documents, {totals['dropped']:.1%} would have been dropped\n"
         f"about {totals['tokens_saved']:,} tokens would have been saved"
     )
     if totals["with_threshold"]:
-        click.echo(f"{totals['none_relevant']:,} calls with nothing above the threshold")
+        echo(f"{totals['none_relevant']:,} calls with nothing above the threshold")
 
 
 @command()
@@ -144,11 +144,11 @@ def evaluate(
         for one in measured:
             pooled = [query for queries in one.scored.values() for query in queries]
             print_rules(one.name, pooled, one.threshold)
-            click.echo(recommend(pooled, threshold=one.threshold))
+            echo(recommend(pooled, threshold=one.threshold))
     # Last, so that a full disk does not lose the figures.
     if report is not None:
         write_report(report, measured, sets)
-        click.echo(f"Report: {report / 'index.html'}", err=True)
+        echo(f"Report: {report / 'index.html'}", err=True)
 
 
 def _measure(source: ModelSource, sets: LabelledSets, threshold: float | None) -> Measured:
@@ -167,7 +167,7 @@ def _measure(source: ModelSource, sets: LabelledSets, threshold: float | None) -
     if threshold is None:
         threshold = shared_threshold(list(scored.values()))
         origin = "the best over all files, counted alike; this system has no native threshold"
-        click.echo(f"{name}: threshold {plain(threshold)} (rounded): {origin}.", err=True)
+        echo(f"{name}: threshold {plain(threshold)} (rounded): {origin}.", err=True)
     return Measured(name, threshold, origin, scored, reused)
 
 

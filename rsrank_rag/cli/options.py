@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import click
-from click import option
+from click import echo, option
 from pydantic import BaseModel, PositiveInt, ValidationError
 from safetensors import SafetensorError
 from tqdm import tqdm
@@ -88,7 +88,7 @@ def catch_errors(resumes: bool = False) -> Iterator[None]:
         message = re.sub(r"^.Errno [0-9]+. ", "", str(error)).rstrip(".")
         _exit(1, f"{message}. {hint}")
     except KeyboardInterrupt:
-        click.echo(f"Stopped. {hint}", err=True)
+        echo(f"Stopped. {hint}", err=True)
         raise click.exceptions.Exit(130) from None
 
 
@@ -99,13 +99,13 @@ def printable(text: str) -> str:
 
 def print_json(content: Any) -> None:
     """Print JSON to standard output."""
-    click.echo(json.dumps(content, ensure_ascii=False, indent=2))
+    echo(json.dumps(content, ensure_ascii=False, indent=2))
 
 
 def show_waiting(text: str) -> None:
     """Say on a terminal what takes a while."""
     if sys.stderr.isatty():
-        click.echo(text, err=True)
+        echo(text, err=True)
 
 
 def progress(items: Iterable[Item], description: str, total: int | None = None) -> Iterable[Item]:
@@ -118,18 +118,18 @@ def print_table(title: str, heading: Sequence[str], rows: Iterable[Sequence[str]
     """Print a table, whose first column holds words and the others numbers."""
     lines = [heading, *rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    click.echo(f"\n{title}")
+    echo(f"\n{title}")
     for line in lines:
         cells = [cell.rjust(width) for cell, width in zip(line, widths, strict=True)]
         cells[0] = line[0].ljust(widths[0])
-        click.echo("  ".join(cells))
+        echo("  ".join(cells))
 
 
 def _exit(code: int, message: str) -> None:
     message = printable(" ".join(message.split()))
     if not message.endswith((".", "!", "?")):
         message += "."
-    click.echo(f"error: {message}", err=True)
+    echo(f"error: {message}", err=True)
     raise click.exceptions.Exit(code)
 
 

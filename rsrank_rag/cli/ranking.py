@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import click
-from click import option
+from click import echo, option
 
 from ..adapters.systems import load as load_reranker
 from ..adapters.systems import parse
@@ -155,7 +155,7 @@ def rank(
     if as_json:
         print_json(result.to_dict())
     else:
-        click.echo(result_text(result))
+        echo(result_text(result))
 
 
 @command(resumes=True)
@@ -177,9 +177,7 @@ def index(
     texts = read_documents(documents)
     parts = ranker.parts(texts)
     count = ranker.index(parts, show_progress=sys.stderr.isatty())
-    click.echo(
-        f"{len(texts):,} documents: {len(parts):,} different parts, {count:,} run for {prefixes}"
-    )
+    echo(f"{len(texts):,} documents: {len(parts):,} different parts, {count:,} run for {prefixes}")
 
 
 @command()
@@ -205,7 +203,7 @@ def explain(
         del fields["head_parts"]
         print_json(fields)
     else:
-        click.echo(explanation_text(explanation, ranker.config.threshold))
+        echo(explanation_text(explanation, ranker.config.threshold))
 
 
 def explanation_text(explanation: Explanation, threshold: float) -> str:
@@ -238,12 +236,12 @@ def info(model: str, revision: str | None, as_json: bool) -> None:
     folder = hub.resolve(model, revision)
     config = hub.read_config(folder)
     if as_json:
-        click.echo(config.model_dump_json(indent=2))
+        echo(config.model_dump_json(indent=2))
         return
-    click.echo(printable(model_card(config)))
+    echo(printable(model_card(config)))
     limits = folder / hub.LIMITS
     if limits.is_file():
-        click.echo(printable(f"Limits: {limits.read_text(encoding='utf-8').strip()}"))
+        echo(printable(f"Limits: {limits.read_text(encoding='utf-8').strip()}"))
 
 
 @command(resumes=True)
@@ -300,7 +298,7 @@ def score(
         settings=settings,
         progress=partial(progress, description="Scoring"),
     )
-    click.echo(
+    echo(
         f"{numbers['rows']:,} new rows, {numbers['errors']:,} without a score (column error); "
         f"files in {output}: {numbers['files']:,} written, {numbers['skipped']:,} skipped"
     )

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import click
-from click import option
+from click import echo, option
 from pydantic import BaseModel, Field, NonNegativeFloat, PositiveInt, SecretStr
 
 from ..adapters.systems import load as load_reranker
@@ -197,7 +197,7 @@ def run(backend: Scheduler, settings: Settings, options: ServeOptions, enter: st
         server = Server(
             app,
             ConnectionLimits(notice=options.notice),
-            lambda: click.echo(
+            lambda: echo(
                 f"{backend.description.name} answers at {address}{enter.replace('{url}', entered)}"
             ),
         )

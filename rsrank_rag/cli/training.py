@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
-from click import option
+from click import echo, option
 
 from ..errors import InputError, TrainingError
 from ..evaluation.metrics import plain
@@ -57,16 +57,14 @@ def train(
     result = run.run()
     if result.verdict is None:
         for name, value in result.metrics.items():
-            click.echo(f"{value:.3f} {MEASURES[name]}, on validation queries")
+            echo(f"{value:.3f} {MEASURES[name]}, on validation queries")
     else:
         show_verdict(result.verdict, ("base", "fine-tuned"))
-        click.echo(f"verdict on the fine-tuned weights: {result.verdict}")
-    click.echo(f"written: {result.written}")
+        echo(f"verdict on the fine-tuned weights: {result.verdict}")
+    echo(f"written: {result.written}")
     if result.problem and not force:
-        click.echo("--force writes the fine-tuned weights.")
-    click.echo(
-        f"artifact: {run.artifact}\nTry it:   rsrank rank --model {run.artifact} -q ... -d FILE"
-    )
+        echo("--force writes the fine-tuned weights.")
+    echo(f"artifact: {run.artifact}\nTry it:   rsrank rank --model {run.artifact} -q ... -d FILE")
 
 
 @command()
@@ -126,17 +124,15 @@ def tune(
     tuned = tune(source, data, output, goal, force=force, show=show_tuned)
     if tuned.problem and not force:
         raise TrainingError(f"Nothing was written: {tuned.problem}. --force writes it.")
-    click.echo(f"written: threshold {plain(tuned.threshold)}, in {output}")
+    echo(f"written: threshold {plain(tuned.threshold)}, in {output}")
 
 
 def show_tuned(tuned: Tuned) -> None:
     """Print a threshold, and what it changes."""
-    click.echo(tuned.summary)
+    echo(tuned.summary)
     if tuned.is_new:
         show_verdict(tuned.verdict, ("so far", "tuned"))
-        click.echo(
-            f"what changes on queries that were left out (the goal decides): {tuned.verdict}"
-        )
+        echo(f"what changes on queries that were left out (the goal decides): {tuned.verdict}")
 
 
 def show_verdict(verdict: Verdict, names: tuple[str, str]) -> None:

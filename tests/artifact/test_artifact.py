@@ -776,6 +776,11 @@ def test_a_path_to_nothing_is_refused_as_a_path(tmp_path):
     assert "Check the name (owner/name)" in message
 
 
+@pytest.mark.parametrize("name", ["cross-encoder:me/mine", "runs/bm25.json"])
+def test_the_name_of_another_reranker_is_refused_as_no_artifact(name):
+    assert "other rerankers, and files of `rsrank tune`, are no artifacts" in refusal(load, name)
+
+
 # Foreign backbones
 
 
