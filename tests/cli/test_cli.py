@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import struct
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,12 +15,12 @@ import pytest
 from click.testing import CliRunner
 from conftest import DOCUMENTS, QUERY
 
-from rsrank_rag import __version__
+from rsrank_rag import Reranker, __version__
 from rsrank_rag.artifact import hub
 from rsrank_rag.cli import app
 from rsrank_rag.cli.evaluation import ROWS, print_file
 from rsrank_rag.cli.options import catch_errors
-from rsrank_rag.cli.ranking import explanation_text, read_documents
+from rsrank_rag.cli.ranking import explanation_text, read_documents, result_text
 from rsrank_rag.errors import InputError
 from rsrank_rag.evaluation.datasets import LabelledDocument
 from rsrank_rag.evaluation.metrics import plain, rules
@@ -512,6 +513,41 @@ def test_text_that_merely_starts_with_a_brace_is_text(tmp_path):
     assert read_documents(str(path)) == ["{curly} things", "plain"]
 
 
+def test_the_help_shows_the_whole_first_sentence_of_each_command():
+    said = " ".join(run("--help").stdout.split())
+    for command in app.commands.values():
+        assert command.help.partition("\n")[0] in said
+
+
+def test_lines_of_kept_and_dropped_documents_have_colours():
+    class Lengths(Reranker):
+        def score(self, query, documents):
+            return [len(document) - 3.0 for document in documents]
+
+    result = Lengths().rank("q", ["- text", "+"], threshold=0.0)
+    heading, kept, dropped = result_text(result).splitlines()
+    assert "\x1b[3" not in heading
+    assert kept.startswith("\x1b[32m+")
+    assert dropped.startswith("\x1b[90m-")
+
+
+def test_a_terminal_shows_what_takes_a_while_and_a_pipe_only_the_result(labelled):
+    pytest.importorskip("bm25s")
+    pytest.importorskip("ir_measures")
+    fcntl = pytest.importorskip("fcntl")
+    termios = pytest.importorskip("termios")
+    ours, theirs = os.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
+    words = [sys.executable, "-m", "rsrank_rag", "evaluate", "-m", "bm25", "--data", labelled[0]]
+    done = subprocess.run([*words, "--json"], stdout=subprocess.PIPE, stderr=theirs, check=True)
+    shown = os.read(ours, 100_000).decode()
+    os.close(ours)
+    os.close(theirs)
+    assert "Loading bm25 ..." in shown
+    assert "bm25, first.set: " in shown
+    assert json.loads(done.stdout)[0]["model"] == "bm25"
+
+
 @pytest.mark.parametrize("command", ["rank", "explain", "info", "evaluate"])
 def test_every_command_teaches_by_an_example(command):
     examples = [
@@ -556,8 +592,9 @@ def test_standard_input_that_is_not_utf8_is_refused_as_a_file_is(artifact):
     assert "Give a text file in UTF-8" in " ".join(result.stderr.split())
 
 
-def test_output_is_utf8_whatever_the_terminal_was_set_to(artifact):
-    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_output_is_utf8_whatever_the_terminal_was_set_to(artifact, encoding):
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
     run = [
         sys.executable,
         "-m",
@@ -572,11 +609,11 @@ def test_output_is_utf8_whatever_the_terminal_was_set_to(artifact):
         "--json",
     ]
     done = subprocess.run(
-        run, input="Caf\u00e9\n".encode(), env=environment, capture_output=True, timeout=300
+        run, input="Caf\u00e9 \u4e2d\n".encode(), env=environment, capture_output=True, timeout=300
     )
     assert done.returncode == 0
     found = json.loads(done.stdout.decode())
-    assert [row["text"] for row in found["kept"] + found["dropped"]] == ["Caf\u00e9"]
+    assert [row["text"] for row in found["kept"] + found["dropped"]] == ["Caf\u00e9 \u4e2d"]
 
 
 @pytest.mark.slow
