@@ -155,6 +155,12 @@ def test_index_counts_documents_and_the_different_parts_of_them(artifact, tmp_pa
     assert run(*arguments).stdout.startswith("3 documents: 2 different parts, 0 run for ")
 
 
+def test_index_names_its_folder_by_its_full_path(artifact, passages, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    said = run("index", "-d", passages, "-m", artifact, "-p", "prefixes").stdout
+    assert said.endswith(f" run for {tmp_path / 'prefixes'}\n")
+
+
 def test_explain_says_kept_or_dropped_by_the_threshold_of_the_model():
     explanation = Explanation("q", "d", 0.4, False, ("q",), (1,), ((0.4,),), (((0.4,),),))
     assert explanation_text(explanation, 0.0).endswith("\nkept")
