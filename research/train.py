@@ -1,13 +1,12 @@
 """`rsrank train` with recipes whose data are sets by name: python -m research.train --help."""
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import click
 from click import option
 
-from rsrank_rag.cli.options import FILE, command
+from rsrank_rag.cli.options import FILE, command, on_terminal
 
 from .features import ResearchRun
 from .recipe import ResearchRecipe
@@ -23,7 +22,7 @@ def train(config: str, output: Path, settings: Sequence[str]) -> None:
     `python -m research.train --config qwen3-8b --output runs/qwen3-8b`
     """
     recipe = ResearchRecipe.load(config, settings)
-    run = ResearchRun(recipe, output, progress=sys.stderr.isatty())
+    run = ResearchRun(recipe, output, progress=on_terminal())
     result = run.run()
     click.echo(f"written: {result.written}\nartifact: {run.artifact}")
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import wraps
 from inspect import isclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import click
 from click import echo, option
@@ -20,8 +20,6 @@ from ..adapters.systems import forms
 from ..errors import InputError, RSRankError, needs_torch, problems_of
 from ..language_model.options import LoadOptions, LoadSettings
 from .process import hide_library_progress, prepare
-
-Item = TypeVar("Item")
 
 FILE = click.Path(path_type=Path)
 
@@ -102,16 +100,20 @@ def print_json(content: Any) -> None:
     echo(json.dumps(content, ensure_ascii=False, indent=2))
 
 
+def on_terminal() -> bool:
+    """Whether a terminal shows standard error. A daemon may have closed standard error."""
+    return bool(sys.stderr and sys.stderr.isatty())
+
+
 def show_waiting(text: str) -> None:
     """Say on a terminal what takes a while."""
-    if sys.stderr.isatty():
+    if on_terminal():
         echo(text, err=True)
 
 
-def progress(items: Iterable[Item], description: str, total: int | None = None) -> Iterable[Item]:
+def progress(items: Iterable[Any], description: str, total: int | None = None) -> Any:
     """Iterate with a progress bar, which only a terminal shows."""
-    bar: Iterable[Item] = tqdm(items, description, total, leave=False, disable=None)
-    return bar
+    return tqdm(items, description, total, leave=False, disable=not on_terminal())
 
 
 def print_table(title: str, heading: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
@@ -158,10 +160,13 @@ def command(*, resumes: bool = False) -> Callable[[Callable[..., None]], click.C
                     arguments[name] = values
                 function(**arguments)
 
+        # A shell would run what stands between backticks.
+        text = str(function.__doc__).replace("`", "")
         made = click.command(
-            context_settings={"show_default": True, "max_content_width": 100},
+            help=text,
             # click would cut the first sentence.
-            short_help=str(function.__doc__).partition("\n")[0],
+            short_help=text.partition("\n")[0],
+            context_settings={"show_default": True, "max_content_width": 100},
         )(run)
         for model in models.values():
             made.params += _options_of(model)

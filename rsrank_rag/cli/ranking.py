@@ -28,6 +28,7 @@ from .options import (
     documents_option,
     json_option,
     model_option,
+    on_terminal,
     print_json,
     printable,
     progress,
@@ -176,7 +177,7 @@ def index(
     ranker = _load(ModelSource(model, revision, load, prefix_cache=prefixes))
     texts = read_documents(documents)
     parts = ranker.parts(texts)
-    count = ranker.index(parts, show_progress=sys.stderr.isatty())
+    count = ranker.index(parts, show_progress=on_terminal())
     echo(f"{len(texts):,} documents: {len(parts):,} different parts, {count:,} run for {prefixes}")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,7 +12,15 @@ from click import echo, option
 from ..errors import InputError, TrainingError
 from ..evaluation.metrics import plain
 from ..language_model.options import LoadOptions, ModelSource
-from .options import FILE, command, print_table, revision_option, show_waiting, system_option
+from .options import (
+    FILE,
+    command,
+    on_terminal,
+    print_table,
+    revision_option,
+    show_waiting,
+    system_option,
+)
 
 if TYPE_CHECKING:
     from ..training.tune import Tuned
@@ -53,7 +60,7 @@ def train(
     from ..training.verdict import MEASURES
 
     recipe = Recipe.load(config, settings, data, base)
-    run = TrainingRun(recipe, output, progress=sys.stderr.isatty(), force=force)
+    run = TrainingRun(recipe, output, progress=on_terminal(), force=force)
     result = run.run()
     if result.verdict is None:
         for name, value in result.metrics.items():

@@ -525,6 +525,25 @@ def test_the_help_shows_the_whole_first_sentence_of_each_command():
         assert command.help.partition("\n")[0] in said
 
 
+def test_examples_in_the_help_stand_without_backticks():
+    for command in app.commands:
+        assert "`" not in run(command, "--help").stdout
+
+
+def test_a_closed_standard_error_does_not_stop_a_command(artifact, passages):
+    code = "import os, sys; os.close(2); sys.stderr = None; from rsrank_rag.cli import app; app()"
+    words = ["rank", "-q", QUERY, "-d", passages, "-m", artifact, "--json"]
+    done = subprocess.run([sys.executable, "-c", code, *words], stdout=subprocess.PIPE, check=True)
+    assert json.loads(done.stdout)["query"] == QUERY
+
+
+@pytest.mark.parametrize(("value", "coloured"), [("1", False), ("", True)])
+def test_no_color_in_the_environment_switches_colours_off(artifact, passages, value, coloured):
+    words = ["rank", "-q", QUERY, "-d", passages, "-m", artifact]
+    said = CliRunner().invoke(app, words, env={"NO_COLOR": value}, color=True).stdout
+    assert ("\x1b" in said) is coloured
+
+
 def test_lines_of_kept_and_dropped_documents_have_colours():
     class Lengths(Reranker):
         def score(self, query, documents):
