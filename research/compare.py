@@ -28,7 +28,7 @@ from benchmarks.timing import machine
 from rsrank_rag import RSRank
 from rsrank_rag.adapters.systems import load as load_system
 from rsrank_rag.adapters.systems import parse
-from rsrank_rag.cli.options import FILE, command, progress
+from rsrank_rag.cli.options import PATH, command, progress
 from rsrank_rag.errors import InputError, RSRankError, required
 from rsrank_rag.evaluation.datasets import LabelledQuery
 from rsrank_rag.evaluation.evaluate import score_dataset, shared_threshold
@@ -387,13 +387,13 @@ def load_all(
 
 
 @command(resumes=True)
-@option("--data", type=FILE, multiple=True, help="Labelled files or folders of them.")
+@option("--data", type=PATH, multiple=True, help="Labelled files or folders of them.")
 @option("--model", "-m", default="mini", help="What is called mini.")
 @option("--system", multiple=True, help="One more system, such as cross-encoder:NAME.")
 @option("--hub", is_flag=True, help="Add published rerankers and NanoBEIR from the Hub.")
 @option("--limit", type=click.IntRange(1), help="Only the first queries of each set.")
-@option("--scores", type=FILE, default="runs/compare", help="Folder in which scores are kept.")
-@option("--output", type=FILE, default=DOCS, help="Folder of comparison.json and comparison.md.")
+@option("--scores", type=PATH, default="runs/compare", help="Folder in which scores are kept.")
+@option("--output", type=PATH, default=DOCS, help="Folder of comparison.json and comparison.md.")
 @option(
     "--page", "page_only", is_flag=True, help="Measure nothing; write the page from the figures."
 )

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import click
 from click import option
 
-from rsrank_rag.cli.options import FILE, command
+from rsrank_rag.cli.options import PATH, command
 from rsrank_rag.errors import InputError, required
 from rsrank_rag.evaluation.datasets import LabelledDocument, LabelledQuery, read_sets
 from rsrank_rag.language_model.hub_errors import HUB_ERRORS
@@ -379,7 +379,7 @@ def _rows(ids: Any, wanted: Collection[str]) -> dict[str, int]:
 
 @command()
 @option("--data", required=True, help="A name, beir:NAME, or a labelled .jsonl(.gz).")
-@option("--output", "-o", type=FILE, required=True, help="Labelled .jsonl to write.")
+@option("--output", "-o", type=PATH, required=True, help="Labelled .jsonl to write.")
 @option(
     "--limit", type=click.IntRange(1), help="At most so many queries: of a file the first ones."
 )

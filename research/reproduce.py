@@ -8,19 +8,19 @@ from click import option
 
 import research.systems  # noqa: F401 - makes the systems of the paper known by name
 from rsrank_rag.adapters.systems import forms
-from rsrank_rag.cli.options import FILE, command, progress
+from rsrank_rag.cli.options import PATH, command, progress
 from rsrank_rag.language_model.options import LoadOptions
 
 
 @command(resumes=True)
 @option("--config", "-c", default="local", help="paper, local, or a TOML file.")
-@option("--data", type=FILE, multiple=True, help="Labelled files or folders instead of the sets.")
+@option("--data", type=PATH, multiple=True, help="Labelled files or folders instead of the sets.")
 @option("--model", "-m", help="The RSRank artifact to measure.")
 @option("--system", multiple=True, help=f"One more system: {forms()}. May be given again.")
 @option(
     "--output",
     "-o",
-    type=FILE,
+    type=PATH,
     default="runs/reproduction",
     help="Folder for scores, tables and figures.",
 )

@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 from click import option
 
-from rsrank_rag.cli.options import FILE, command, on_terminal
+from rsrank_rag.cli.options import PATH, command, on_terminal
 
 from .features import ResearchRun
 from .recipe import ResearchRecipe
@@ -14,7 +14,7 @@ from .recipe import ResearchRecipe
 
 @command(resumes=True)
 @option("--config", "-c", default="qwen3-0.6b", help="qwen3-8b, qwen3-0.6b, or a TOML file.")
-@option("--output", "-o", type=FILE, default="runs/research", help="Folder for all that is made.")
+@option("--output", "-o", type=PATH, default="runs/research", help="Folder for all that is made.")
 @option("--set", "settings", multiple=True, help="Change an entry, such as fit.epochs=10.")
 def train(config: str, output: Path, settings: Sequence[str]) -> None:
     """Run a recipe whose data are sets of the Hub, and print where its artifact is.

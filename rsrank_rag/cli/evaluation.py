@@ -21,7 +21,7 @@ from ..evaluation.report import check_report, write_report
 from ..language_model.options import LoadOptions, ModelSource
 from ..passages import shadow
 from .options import (
-    FILE,
+    PATH,
     command,
     json_option,
     print_json,
@@ -74,7 +74,7 @@ def report(log: Path) -> None:
 
 @command()
 @option(
-    "--data", type=FILE, multiple=True, required=True, help="Labelled .jsonl(.gz). May be repeated."
+    "--data", type=PATH, multiple=True, required=True, help="Labelled .jsonl(.gz). May be repeated."
 )
 @option(
     "--model",
@@ -85,7 +85,7 @@ def report(log: Path) -> None:
 )
 @revision_option
 @json_option
-@option("--report", type=FILE, help="Folder for a page with tables, figures and worst queries.")
+@option("--report", type=PATH, help="Folder for a page with tables, figures and worst queries.")
 @option("--threshold", type=float, help="Instead of the system's own.")
 def evaluate(
     data: Sequence[Path],

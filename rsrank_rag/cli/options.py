@@ -21,7 +21,7 @@ from ..errors import InputError, RSRankError, needs_torch, problems_of
 from ..language_model.options import LoadOptions, LoadSettings
 from .process import hide_library_progress, prepare
 
-FILE = click.Path(path_type=Path)
+PATH = click.Path(path_type=Path)
 
 model_option = option(
     "--model", "-m", default="mini", help="Built-in name, artifact folder or Hub id."
@@ -48,7 +48,7 @@ class LoadingOptions(LoadSettings, use_attribute_docstrings=True):
 
 
 def _options_of(model: type[BaseModel]) -> Iterator[click.Option]:
-    """An option for each field. The model checks the values."""
+    """An option for each field of a model. The model checks what click does not."""
     for name, field in model.model_fields.items():
         kinds = (field.annotation, *get_args(field.annotation))
         choices = [get_args(kind) for kind in kinds if get_origin(kind) is Literal]
@@ -148,6 +148,8 @@ def command(*, resumes: bool = False) -> Callable[[Callable[..., None]], click.C
             if isclass(kind) and issubclass(kind, BaseModel):
                 models[name] = LoadingOptions if kind is LoadOptions else kind
 
+        # The options that stand as decorators below this one are attributes of the function, and
+        # `wraps` copies them.
         @wraps(function)
         def run(**arguments: Any) -> None:
             with catch_errors(resumes):

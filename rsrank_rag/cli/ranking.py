@@ -23,7 +23,7 @@ from ..passages.ranked import passes
 from ..passages.titles import lines_before
 from ..reranker import RankResult, Threshold
 from .options import (
-    FILE,
+    PATH,
     command,
     documents_option,
     json_option,
@@ -41,12 +41,14 @@ from .options import (
 if TYPE_CHECKING:
     from ..rsrank import RSRank
 
-# Of lines that begin with these characters.
+# Colours of a printed result: kept documents begin with +, dropped ones with -.
 COLORS = {"+": "green", "-": "bright_black"}
 
-FOLDER = click.Path(path_type=Path, resolve_path=True)
+RESOLVED_PATH = click.Path(path_type=Path, resolve_path=True)
 
-prefixes_option = option("--prefixes", "-p", type=FOLDER, help="Folder that rsrank index has made.")
+prefixes_option = option(
+    "--prefixes", "-p", type=RESOLVED_PATH, help="Folder that rsrank index has made."
+)
 
 
 def _load(source: ModelSource) -> RSRank:
@@ -161,7 +163,7 @@ def rank(
 
 @command(resumes=True)
 @documents_option
-@option("--prefixes", "-p", type=FOLDER, required=True, help="Folder for the prefixes.")
+@option("--prefixes", "-p", type=RESOLVED_PATH, required=True, help="Folder for the prefixes.")
 @model_option
 @revision_option
 def index(
@@ -253,7 +255,7 @@ def info(model: str, revision: str | None, as_json: bool) -> None:
     required=True,
     help="A .jsonl or .jsonl.gz file, or a folder of them.",
 )
-@option("--output", "-o", type=FILE, required=True, help="Folder for the scored files.")
+@option("--output", "-o", type=PATH, required=True, help="Folder for the scored files.")
 @system_option
 @revision_option
 @prefixes_option

@@ -21,7 +21,7 @@ from ..adapters.systems import parse
 from ..errors import InputError
 from ..language_model.options import LoadOptions, ModelSource
 from ..prefixes.settings import Choice, PrefixCache, as_bytes
-from .options import FILE, command, revision_option, system_option
+from .options import PATH, command, revision_option, system_option
 
 if TYPE_CHECKING:
     from ..service.app import Settings
@@ -108,7 +108,7 @@ class ServeOptions(BaseModel, use_attribute_docstrings=True):
 @command()
 @system_option
 @revision_option
-@option("--prefixes", "-p", type=FILE, help="Folder of a prefix cache on disk.")
+@option("--prefixes", "-p", type=PATH, help="Folder of a prefix cache on disk.")
 @option(
     "--for",
     "program",

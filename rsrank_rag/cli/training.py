@@ -13,7 +13,7 @@ from ..errors import InputError, TrainingError
 from ..evaluation.metrics import plain
 from ..language_model.options import LoadOptions, ModelSource
 from .options import (
-    FILE,
+    PATH,
     command,
     on_terminal,
     print_table,
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 @command(resumes=True)
 @option("--config", "-c", default="your-data", help="A recipe's name (above) or a TOML file.")
 @option("--base", help="Fine-tune this artifact.")
-@option("--data", type=FILE, multiple=True, help="Labelled .jsonl(.gz) instead of the recipe's.")
-@option("--output", "-o", type=FILE, default="runs/rsrank", help="Folder for all that is made.")
+@option("--data", type=PATH, multiple=True, help="Labelled .jsonl(.gz) instead of the recipe's.")
+@option("--output", "-o", type=PATH, default="runs/rsrank", help="Folder for all that is made.")
 @option("--set", "settings", multiple=True, help="Change an entry, such as fit.epochs=10.")
 @option("--force", is_flag=True, help="Write fine-tuned weights even if they may lose something.")
 def train(
@@ -75,11 +75,11 @@ def train(
 
 
 @command()
-@option("--data", type=FILE, required=True, help="Labelled .jsonl(.gz).")
+@option("--data", type=PATH, required=True, help="Labelled .jsonl(.gz).")
 @option(
     "--output",
     "-o",
-    type=FILE,
+    type=PATH,
     required=True,
     help="Folder for the artifact; for another system, NAME.json.",
 )

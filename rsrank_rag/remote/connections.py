@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import InputError
 
-# huggingface-hub brings one of the two, which have the same interface.
+# huggingface-hub requires httpx or httpx2, depending on its version. Both have the same interface.
+# `as httpx` lets other modules import the name from here.
 if TYPE_CHECKING or not find_spec("httpx2"):
     import httpx as httpx
 else:

@@ -66,10 +66,11 @@ class Transport:
             try:
                 return await self._send_once(method, path, body)
             except RemoteError as error:
-                # The random part keeps clients that failed together from coming back together.
+                # The service's Retry-After, the pause, and a random part, which keeps clients that
+                # failed together from coming back together.
                 seconds = error.retry_after + pause + random.uniform(0, FIRST_PAUSE)
                 late = time.monotonic() + seconds > end
-                if late or not error.transient or retries == self.max_retries:
+                if not error.transient or retries >= self.max_retries or late:
                     raise
                 logger.info("Trying again in %.2f seconds: %s", seconds, error)
             await asyncio.sleep(seconds)
