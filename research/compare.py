@@ -33,7 +33,6 @@ from rsrank_rag.errors import InputError, RSRankError, required
 from rsrank_rag.evaluation.datasets import LabelledQuery
 from rsrank_rag.evaluation.evaluate import score_dataset, shared_threshold
 from rsrank_rag.evaluation.metrics import (
-    Rule,
     ScoredQuery,
     ranking_measures,
     selection_measures,
@@ -44,6 +43,7 @@ from rsrank_rag.language_model.options import LoadOptions, ModelSource
 from rsrank_rag.method.arrays import namespace
 from rsrank_rag.method.formula import Weights
 from rsrank_rag.partial_files import write_text
+from rsrank_rag.passages.rule import Rule
 from rsrank_rag.reranker import Reranker
 
 from . import kept_scores

@@ -1,4 +1,4 @@
-"""RSRank: a reranker that drops the documents that score below zero."""
+"""RSRank: a reranker that drops irrelevant documents."""
 
 from importlib import import_module
 from importlib.util import find_spec
@@ -17,13 +17,14 @@ if TYPE_CHECKING:
     from .passages.explanation import Explanation
     from .prefixes.settings import PrefixCache
     from .remote.client import RemoteReranker
-    from .reranker import Pair, RankedDocument, RankResult, Reranker, Scored
+    from .reranker import Fallback, Pair, RankedDocument, RankResult, Reranker, Rule, Scored
     from .rsrank import RSRank
 
 __version__ = "0.1.0"
 
 _HOME = {
     "Explanation": "passages.explanation",
+    "Fallback": "reranker",
     "LoadOptions": "language_model.options",
     "Pair": "reranker",
     "PrefixCache": "prefixes.settings",
@@ -37,6 +38,7 @@ _HOME = {
     "RankedDocument": "reranker",
     "RemoteReranker": "remote.client",
     "Reranker": "reranker",
+    "Rule": "reranker",
     "Scored": "reranker",
     "Template": "method.template",
     "TrainingRecord": "artifact.config",
@@ -46,6 +48,7 @@ _HOME = {
 # has to work without them.
 __all__ = [
     "Explanation",
+    "Fallback",
     "LoadOptions",
     "Pair",
     "PrefixCache",
@@ -56,6 +59,7 @@ __all__ = [
     "RankedDocument",
     "RemoteReranker",
     "Reranker",
+    "Rule",
     "Scored",
     "Template",
     "TrainingRecord",

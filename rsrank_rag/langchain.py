@@ -1,4 +1,4 @@
-"""LangChain: a document compressor that drops what scores below zero, and a retriever around it."""
+"""LangChain: a document compressor that drops irrelevant documents, and a retriever around it."""
 
 import inspect
 from collections.abc import Awaitable, Callable, Sequence
@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import BaseModel, Field
 from typing_extensions import Unpack
 
-from .adapters.settings import RerankerAdapter, without_marks
+from .adapters.settings import WEAK, RerankerAdapter, without_marks
 from .errors import needs
 from .reranker import Limits, RankResult
 
@@ -39,9 +39,12 @@ __all__ = [
 # `score_threshold`, which vector stores take, is not.
 MISSPELLING = 0.85
 
+NOTHING_RELEVANT = "No passage scored above the threshold."
+WEAK_ONLY = "Nothing scored above the threshold. The nearest passages:"
+
 
 class RSRankCompressor(RerankerAdapter, BaseDocumentCompressor):
-    """Keeps the documents that score above zero, best first.
+    """Keeps the relevant documents, best first.
 
     A call returns copies with their score in the metadata; the input does not change. A title in
     the metadata is read as part of the document. Each call is a run in LangChain's callbacks. The
@@ -70,7 +73,7 @@ class RSRankCompressor(RerankerAdapter, BaseDocumentCompressor):
             documents: What was retrieved.
             query: The question.
             callbacks: Receive one run with inputs, outputs and errors.
-            **limits: ``threshold``, ``top_n`` and ``min_docs`` for this call only.
+            **limits: ``threshold``, ``max_gap``, ``fallback`` and ``top_n`` for this call only.
 
         Raises:
             InputError: The query is empty, or too long with ``long_queries="error"``, or a limit
@@ -146,9 +149,9 @@ class RSRankCompressor(RerankerAdapter, BaseDocumentCompressor):
 class RSRankRetriever(BaseRetriever, extra="forbid"):
     """A retriever with a compressor after it: retrieve many documents, keep the relevant ones.
 
-    The compressor gets the keywords ``threshold``, ``top_n`` and ``min_docs`` of ``invoke``. The
-    base retriever gets the other keywords. A keyword that neither takes raises TypeError, and so
-    does a misspelling of one of the three.
+    The compressor gets the keywords ``threshold``, ``max_gap``, ``fallback`` and ``top_n`` of
+    ``invoke``. The base retriever gets the other keywords. A keyword that neither takes raises
+    TypeError, and so does a misspelling of one of the four.
 
     Attributes:
         base_retriever: Any retriever, or a Runnable from a query to documents.
@@ -210,7 +213,8 @@ def create_rsrank_tool(
     name: str,
     description: str,
     *,
-    nothing_relevant: str = "No passage scored above the threshold.",
+    nothing_relevant: str = NOTHING_RELEVANT,
+    weak_only: str = WEAK_ONLY,
     separator: str = "\n\n",
 ) -> StructuredTool:
     """A tool with which an agent looks something up and gets the relevant passages only.
@@ -222,14 +226,15 @@ def create_rsrank_tool(
         name: The tool's name, for the agent.
         description: What can be looked up, for the agent.
         nothing_relevant: The content if no document is kept.
+        weak_only: Stands before the documents if no document scored above the threshold and the
+            fallback kept these.
         separator: Stands between documents.
     """
     if not isinstance(retriever, RSRankRetriever):
         retriever = RSRankRetriever(base_retriever=retriever)
 
     def answer(documents: list[Document]) -> tuple[str, list[Document]]:
-        text = separator.join(document.page_content for document in documents)
-        return text or nothing_relevant, documents
+        return _tool_text(documents, nothing_relevant, weak_only, separator), documents
 
     def look_up(query: str, callbacks: Callbacks = None) -> tuple[str, list[Document]]:
         return answer(retriever.invoke(query, {"callbacks": callbacks}))
@@ -247,12 +252,23 @@ def create_rsrank_tool(
     )
 
 
+def _tool_text(
+    documents: Sequence[Document], nothing_relevant: str, weak_only: str, separator: str
+) -> str:
+    """What an agent reads of a tool's documents."""
+    texts = [document.page_content for document in documents]
+    if any(document.metadata.get(WEAK) for document in documents):
+        texts.insert(0, weak_only)
+    return separator.join(texts) or nothing_relevant
+
+
 def create_rsrank_middleware(
     compressor: RSRankCompressor | None = None,
     *,
     tools: Sequence[str] = (),
     query_key: str = "query",
-    nothing_relevant: str = "No passage scored above the threshold.",
+    nothing_relevant: str = NOTHING_RELEVANT,
+    weak_only: str = WEAK_ONLY,
     separator: str = "\n\n",
 ) -> Any:
     """A middleware for LangChain's agents that drops irrelevant passages of retrieval tools.
@@ -266,6 +282,7 @@ def create_rsrank_middleware(
         tools: Names of tools without an artifact whose text is pruned, too, passage by passage.
         query_key: The tool's argument with the query.
         nothing_relevant: The content if no document is kept.
+        weak_only: As in `create_rsrank_tool`.
         separator: Stands between passages.
 
     Raises:
@@ -290,8 +307,8 @@ def create_rsrank_middleware(
         return [Document(text) for text in message.text.split(separator)]
 
     def pruned(message: ToolMessage, documents: list[Document]) -> ToolMessage:
-        text = separator.join(document.page_content for document in documents)
-        update = {"content": text or nothing_relevant, "artifact": documents}
+        text = _tool_text(documents, nothing_relevant, weak_only, separator)
+        update = {"content": text, "artifact": documents}
         return message.model_copy(update=update)
 
     class RSRankMiddleware(AgentMiddleware):  # type: ignore[misc, unused-ignore]

@@ -1,4 +1,4 @@
-"""LlamaIndex: a node postprocessor that drops what scores below zero."""
+"""LlamaIndex: a node postprocessor that drops irrelevant nodes."""
 
 from typing import Any
 
@@ -21,12 +21,13 @@ dispatcher = get_dispatcher(__name__)
 
 
 class RSRankPostprocessor(RerankerAdapter, BaseNodePostprocessor):
-    """Keeps the nodes that score above zero, best first.
+    """Keeps the relevant nodes, best first.
 
     A call returns copies; the input does not change. A title in the metadata is read as part of the
     node. If no node is kept, LlamaIndex's query engines answer "Empty Response" without
-    asking the LLM; ``min_docs=1`` always keeps one. A call raises InputError for an empty question
-    or none, and ScoringError for a node that could not be scored.
+    asking the LLM; ``fallback=Fallback(max_gap=0, max_depth=math.inf)`` always keeps one. A call
+    raises InputError for an empty question or none, and ScoringError for a node that could not be
+    scored.
 
     >>> postprocessor = RSRankPostprocessor(top_n=5)
     >>> postprocessor.postprocess_nodes([], query_str="Nothing to do, nothing loaded")

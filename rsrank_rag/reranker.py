@@ -1,24 +1,28 @@
 """The contract of every reranker: implement ``score``, and inherit ``rank``."""
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal
 
 from typing_extensions import Self, Unpack
 
 from .errors import InputError, ScoringError, check_choice, check_count
 from .passages.pairs import Pair, parts_of, score_in_parts, spans_of
 from .passages.parts import WHOLE, LongDocuments, Reading, ReadingOptions
-from .passages.ranked import BLANK_SCORE, RankedDocument, RankResult, Scored, blanks_last, choose
+from .passages.ranked import RankedDocument, RankResult, Scored, blanks_last, choose
+from .passages.rule import BLANK_SCORE, Fallback, Limits, Native, Rule
 
 # Users import the types of results from here.
 __all__ = [
     "BLANK_SCORE",
+    "Fallback",
+    "Limits",
+    "Native",
     "Pair",
     "RankResult",
     "RankedDocument",
     "Reranker",
+    "Rule",
     "Scored",
     "choose",
     "score_in_parts",
@@ -37,18 +41,6 @@ LongQueries = Literal["cut", "error"]
 """What happens to a query that is too long: read its first and last part, or raise InputError."""
 
 
-Threshold = float | Literal["native"] | None
-"""The argument ``threshold`` of `Reranker.rank`."""
-
-
-class Limits(TypedDict, total=False):
-    """What decides which scored documents are kept: see `Reranker.rank`."""
-
-    threshold: Threshold
-    top_n: int | None
-    min_docs: int
-
-
 class RankOptions(Limits, ReadingOptions, total=False):
     """All options of `Reranker.rank`."""
 
@@ -56,11 +48,17 @@ class RankOptions(Limits, ReadingOptions, total=False):
 
 
 class Reranker(ABC):
-    """Scores documents for a query, one by one, and keeps those above a threshold."""
+    """Scores documents for a query, one by one, and keeps those that its rule keeps."""
 
     threshold: float | None = 0.0
     """The native threshold: a score above it means relevant. None where no threshold separates
     relevant from irrelevant scores (a cosine, BM25)."""
+
+    max_gap: float | None = None
+    """The native gap: documents further below the best one are dropped; None for no gap."""
+
+    fallback: Fallback | None = None
+    """What is kept of a list in which no document scores above the threshold; None for nothing."""
 
     labelled_data: tuple[str, ...] = ()
     """Names of the labelled sets that trained the weights or chose the threshold."""
@@ -149,22 +147,28 @@ class Reranker(ABC):
         query: str,
         documents: Sequence[str],
         *,
-        threshold: Threshold = "native",
+        threshold: float | Native | None = "native",
+        max_gap: float | Native | None = "native",
+        fallback: Fallback | Native | None = "native",
         top_n: int | None = None,
-        min_docs: int = 0,
         long_queries: LongQueries = "cut",
         **options: Unpack[ReadingOptions],
     ) -> RankResult:
         """Sort documents by score and keep the relevant ones.
+
+        The paper's rule is ``max_gap=None, fallback=None``: each score decides by itself.
 
         Args:
             query: The question.
             documents: Texts. Equal scores keep their order. Texts of white space come last and
                 never pass a threshold.
             threshold: Keep documents that score above it; by default this reranker's own (0 for
-                RSRank). None keeps all: ranking alone. Minus infinity keeps all that have text.
-            top_n: Keep at most this many of the documents that score above the threshold.
-            min_docs: Keep at least this many, the best ones, even below the threshold.
+                RSRank). None keeps all: ranking alone.
+            max_gap: Of these, keep documents at most so far below the best one; by default this
+                reranker's own. None for no gap.
+            fallback: What is kept if no document scores above the threshold; by default this
+                reranker's own. Such documents are `RankedDocument.weak`. None for nothing.
+            top_n: Keep at most this many, the best ones.
             long_queries: "cut": of a query that is too long for the model, read the first and the
                 last part, and say so in `RankResult.query_truncated`. "error": raise InputError.
             **options: How documents are read: ``extract``, ``context``, ``heading``,
@@ -177,8 +181,8 @@ class Reranker(ABC):
         check_text("A query", query)
         documents = as_list(documents)
         reading = Reading.of(options, self.long_documents)
-        limit = self.threshold if threshold == "native" else threshold
-        check_limits(limit, top_n, min_docs)
+        limits = Limits(threshold=threshold, max_gap=max_gap, fallback=fallback, top_n=top_n)
+        rule = self.native_rule.with_limits(limits)
         check_choice("long_queries", long_queries, "cut", "error")
         read = self.fit_query(query) if long_queries == "cut" else query
         pairs = self._pairs(read, documents, reading)
@@ -190,12 +194,15 @@ class Reranker(ABC):
             query,
             documents,
             scored,
-            limit,
-            top_n=top_n,
-            min_docs=min_docs,
+            rule,
             reading=reading,
             query_truncated=read != query,
         )
+
+    @property
+    def native_rule(self) -> Rule:
+        """The rule of `rank` without arguments."""
+        return Rule(self.threshold, self.max_gap, self.fallback)
 
     def fit_query(self, query: str) -> str:
         """The query as `rank` reads it: of one that is too long, the first and the last part.
@@ -302,19 +309,3 @@ def as_pairs(pairs: Iterable[PairLike]) -> list[Pair]:
             check_count("max_tokens", pair.max_tokens, 1)
         result.append(pair)
     return result
-
-
-def check_limits(threshold: Threshold, top_n: int | None, min_docs: int) -> None:
-    """InputError for limits of `Reranker.rank` that are out of range or contradict each other."""
-    if threshold not in ("native", None) and (
-        not isinstance(threshold, (int, float))
-        or isinstance(threshold, bool)
-        or math.isnan(threshold)
-    ):
-        raise InputError(f"threshold must be a number, 'native' or None, got {threshold!r}.")
-    check_count("min_docs", min_docs, 0)
-    if top_n is None:
-        return
-    check_count("top_n", top_n, 1)
-    if min_docs > top_n:
-        raise InputError(f"min_docs={min_docs} asks for more documents than top_n={top_n} allows.")

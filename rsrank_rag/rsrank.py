@@ -102,6 +102,8 @@ class RSRank(Pretrained, Reranker):
         self.config = config
         self.name = config.backbone.name
         self.threshold = config.threshold
+        self.max_gap = config.max_gap
+        self.fallback = config.fallback
         self.labelled_data = config.training.data
         settings = as_prefix_cache(prefix_cache)
         tiers = PrefixTiers(settings, device=backbone.device, dtype=backbone.dtype)
@@ -120,7 +122,7 @@ class RSRank(Pretrained, Reranker):
             dtype += ", documents in int8"
         return (
             f"RSRank({self.name!r}, device='{self.backbone.device}', dtype={dtype}, "
-            f"threshold={self.threshold:g})"
+            f"rule='{self.native_rule}')"
         )
 
     def score(self, query: str, documents: Sequence[str]) -> list[float]:

@@ -29,7 +29,6 @@ from rsrank_rag import Reranker, RSRank
 from rsrank_rag.evaluation.datasets import LabelledQuery, dataset_name, read_labelled
 from rsrank_rag.evaluation.evaluate import score_dataset, shared_threshold, summarise
 from rsrank_rag.evaluation.metrics import (
-    Rule,
     ScoredQuery,
     ranking_measures,
     selection_measures,
@@ -37,6 +36,7 @@ from rsrank_rag.evaluation.metrics import (
 from rsrank_rag.evaluation.systems.bm25 import BM25
 from rsrank_rag.evaluation.systems.sentence_transformers import BiEncoder
 from rsrank_rag.evaluation.unanswerable import auroc, best_scores, false_accepts
+from rsrank_rag.passages.rule import Rule
 
 CLEAR = 1e-3
 """Ten times what float32 scores were seen to differ by between processors and batches."""

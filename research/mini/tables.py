@@ -17,8 +17,9 @@ from typing import Any
 
 from data import REAL, SETS
 from research.reproduction.tables import FigureFile, ablation_tables
-from rsrank_rag.evaluation.metrics import Rule, ScoredQuery, ranking_measures, selection_measures
+from rsrank_rag.evaluation.metrics import ScoredQuery, ranking_measures, selection_measures
 from rsrank_rag.evaluation.statistics import estimate_mean
+from rsrank_rag.passages.rule import Rule
 
 ROOT = Path(__file__).parents[2]
 PAGES = ("README.md", "docs/mini.md", "research/docs/results.md", "research/docs/ablations.md")

@@ -22,7 +22,6 @@ from rsrank_rag.adapters.systems import load
 from rsrank_rag.errors import InputError, RSRankError
 from rsrank_rag.evaluation.evaluate import score_dataset
 from rsrank_rag.evaluation.metrics import (
-    Rule,
     ScoredQuery,
     best_threshold,
     ranking_measures,
@@ -32,6 +31,7 @@ from rsrank_rag.evaluation.statistics import Record
 from rsrank_rag.language_model.options import ModelSource
 from rsrank_rag.method.projection import Projection
 from rsrank_rag.partial_files import write_text
+from rsrank_rag.passages.rule import Rule
 from rsrank_rag.training.batches import device_for, scored, split
 from rsrank_rag.training.fit import FitOptions, fit
 from rsrank_rag.training.recipe import SHIPPED, read_toml

@@ -33,13 +33,15 @@ from ..passages.titles import lines_before
 from ..prefixes.settings import PrefixCache
 from ..remote.address import service_address, usable_key
 from ..reranker import (
+    Fallback,
     Limits,
     LongQueries,
+    Native,
     RankedDocument,
     RankOptions,
     RankResult,
     Reranker,
-    check_limits,
+    Rule,
 )
 from . import worker
 
@@ -53,6 +55,8 @@ logger = logging.getLogger(__name__)
 EXCERPTS, WINDOW = "rsrank_excerpts", "rsrank_window"
 # That a document was cut, and why it was not ranked:
 TRUNCATED, ERROR = "rsrank_truncated", "rsrank_error"
+# That no document of the list scored above the threshold, and the fallback kept this one:
+WEAK = "rsrank_weak"
 
 DEFAULT_MODEL = "mini"
 SERVICE_SETTINGS = {"base_url", "api_key", "timeout", "max_retries"}
@@ -247,14 +251,21 @@ class ModelAdapter(LoadSettings):
 
 
 class RerankerAdapter(ModelAdapter):
-    """A model adapter that keeps relevant documents. A call may set each of its three limits."""
+    """A model adapter that keeps relevant documents. A call may set each part of the rule.
 
-    threshold: Annotated[float, Strict()] | Literal["native"] | None = "native"
-    """Keep what scores above it. 'native': the model's own. None: rank only."""
+    'native' stands for the model's own value of a part. The paper's rule is
+    ``max_gap=None, fallback=None``.
+    """
+
+    threshold: Annotated[float, Strict()] | Native | None = "native"
+    """Keep what scores above it. None: rank only."""
+    max_gap: Annotated[float, Strict()] | Native | None = "native"
+    """Of these, keep documents at most so far below the best one. None: no gap."""
+    fallback: Fallback | Native | None = "native"
+    """What is kept if no document scores above the threshold, marked with rsrank_weak in the
+    metadata: Fallback(max_gap, max_depth). None: nothing."""
     top_n: int | None = Field(default=None, strict=True)
-    """Keep at most this many above the threshold."""
-    min_docs: int = Field(default=0, strict=True)
-    """Keep at least this many, the best ones, even below the threshold."""
+    """Keep at most this many, the best ones."""
     on_error: Literal["raise", "keep"] = "raise"
     """When scoring fails: raise, or keep the documents as they came, cut at top_n, with
     rsrank_error in their metadata."""
@@ -297,14 +308,17 @@ class RerankerAdapter(ModelAdapter):
             raise TypeError(f"Unknown argument: {min(unknown)}. A call takes {names}.")
         options = {name: getattr(self, name) for name in RankOptions.__annotations__}
         options.update(limits)
-        check_limits(options["threshold"], options["top_n"], options["min_docs"])
+        parts: Any = {name: options[name] for name in Limits.__annotations__}
+        # The native threshold is known when the model is loaded; it is never None where the native
+        # fallback is used.
+        Rule(threshold=0.0).with_limits(parts)
         return options
 
     def _rank(self, query: str, texts: Sequence[str], limits: Limits) -> RankResult:
         """Rank and wait; errors as `_options`. Without documents, no model is needed."""
         options = self._options(limits)
         if not texts:
-            return RankResult(query, None, (), ())
+            return RankResult(query, Rule(), (), ())
         try:
             future = self._start(query, texts, options)
             try:
@@ -320,7 +334,7 @@ class RerankerAdapter(ModelAdapter):
         """As `_rank`, without blocking the event loop. A cancelled call leaves the queue."""
         options = self._options(limits)
         if not texts:
-            return RankResult(query, None, (), ())
+            return RankResult(query, Rule(), (), ())
         try:
             result = await asyncio.wrap_future(self._start(query, texts, options))
         except Exception as error:
@@ -343,16 +357,16 @@ class RerankerAdapter(ModelAdapter):
         )
         documents = tuple(RankedDocument(index, text, math.nan) for index, text in enumerate(texts))
         count = top_n or len(documents)
-        return Unranked(query, None, documents[:count], documents[count:], error)
+        return Unranked(query, Rule(), documents[:count], documents[count:], error)
 
     def _checked(self, result: RankResult, options: Mapping[str, Any]) -> RankResult:
         """The result. It is an InputError if neither a threshold nor ``top_n`` drops anything."""
-        nothing_drops = options["threshold"] == "native" and options["top_n"] is None
-        if result.threshold is None and nothing_drops:
+        nothing_drops = options["threshold"] == "native" and result.rule == Rule()
+        if nothing_drops:
             raise InputError(
                 f"{self.model_label} has no native threshold: nothing in its scores separates "
-                "relevant from irrelevant documents. Give a threshold, a top_n, or threshold=None "
-                "to rank and keep all."
+                "relevant from irrelevant documents. Give a threshold, a max_gap, a top_n, or "
+                "threshold=None to rank and keep all."
             )
         if result.query_truncated:
             logger.warning("The query is too long; its first and its last part were read.")
@@ -380,6 +394,8 @@ class RerankerAdapter(ModelAdapter):
             if isinstance(result, Unranked):
                 score = None
                 marks[ERROR] = f"{type(result.error).__name__}: {result.error}"
+            if document.weak:
+                marks[WEAK] = True
             if document.truncated:
                 marks[TRUNCATED] = True
             if document.window is not None:
@@ -400,6 +416,6 @@ class RerankerAdapter(ModelAdapter):
 def without_marks(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """A deep copy of metadata that a store may still hold, without the marks of an earlier call."""
     copied = deepcopy(dict(metadata))
-    for mark in (TRUNCATED, ERROR, EXCERPTS, WINDOW):
+    for mark in (WEAK, TRUNCATED, ERROR, EXCERPTS, WINDOW):
         copied.pop(mark, None)
     return copied

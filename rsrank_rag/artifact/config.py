@@ -9,6 +9,7 @@ from typing_extensions import Self
 
 from ..errors import ArtifactError, pip_install, problems_of
 from ..method.template import Template
+from ..passages.rule import Fallback
 
 # The name of a language model that lies in the artifact's own folder.
 INSIDE = "./backbone"
@@ -49,7 +50,8 @@ class TrainingRecord(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False
     notes: str = ""
 
 
-class RSRankConfig(BaseModel, extra="forbid", frozen=True):
+# A fallback may be of infinite depth.
+class RSRankConfig(BaseModel, extra="forbid", frozen=True, ser_json_inf_nan="constants"):
     """Everything about an artifact except the weights of B."""
 
     format_version: Literal[1] = 1
@@ -66,6 +68,10 @@ class RSRankConfig(BaseModel, extra="forbid", frozen=True):
     """Positions to use, if fewer than the model has."""
     threshold: float = Field(default=0.0, allow_inf_nan=False)
     """Documents that score above it are kept."""
+    max_gap: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    """Of these, documents further below the best one are dropped; None for no gap."""
+    fallback: Fallback | None = None
+    """What is kept of a list in which no document scores above the threshold; None: nothing."""
     int8: bool = False
     """Whether int8 is precise enough for this artifact's documents."""
     license: str | None = None

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from ..errors import InputError, RSRankError
-from ..passages.ranked import passes
+from ..passages.rule import passes
 from ..reranker import Pair, Reranker
 from ..service.backend import Outcome
 from ..service.engine import DeviceLostError, Engine

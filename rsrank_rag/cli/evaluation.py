@@ -16,10 +16,11 @@ from ..errors import InputError
 from ..evaluation.comparison import Measured
 from ..evaluation.datasets import LabelledSets, read_sets, warn_of_reuse
 from ..evaluation.evaluate import recommend, score_dataset, shared_threshold, summarise
-from ..evaluation.metrics import ScoredQuery, apply_rule, plain, ranking_measures, rules
+from ..evaluation.metrics import ScoredQuery, apply_rule, ranking_measures, rules
 from ..evaluation.report import check_report, write_report
 from ..language_model.options import LoadOptions, ModelSource
 from ..passages import shadow
+from ..passages.rule import Rule, plain
 from .options import (
     PATH,
     command,
@@ -175,7 +176,7 @@ def print_rules(name: str, scored: Sequence[ScoredQuery], threshold: float) -> N
     """Print what the threshold and its alternatives keep, over all queries of all sets."""
     rows = []
     answerable = sum(any(query.relevant) for query in scored)
-    for rule in rules(threshold).values():
+    for rule in rules(Rule(threshold)).values():
         result = apply_rule(scored, rule)
         lost = f"{result.left_with_nothing} of {answerable}"
         rows.append((str(rule), plain(result.f1), lost, plain(result.kept_per_query)))

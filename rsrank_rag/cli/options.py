@@ -19,6 +19,7 @@ from tqdm import tqdm
 from ..adapters.systems import forms
 from ..errors import InputError, RSRankError, needs_torch, problems_of
 from ..language_model.options import LoadOptions, LoadSettings
+from ..reranker import Fallback, Limits, Native
 from .process import hide_library_progress, prepare
 
 PATH = click.Path(path_type=Path)
@@ -38,6 +39,62 @@ documents_option = option(
     "--documents", "-d", required=True, help="A file, or - for standard input."
 )
 json_option = option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+
+
+def number_or_none(text: str) -> float | Native | None:
+    """A number, "native", or None where the text is "none"."""
+    if text == "native":
+        return "native"
+    return None if text == "none" else float(text)
+
+
+def fallback_or_none(text: str) -> Fallback | Native | None:
+    """A fallback of two numbers with a comma between them, "native", or None for "none"."""
+    if text == "native":
+        return "native"
+    if text == "none":
+        return None
+    max_gap, max_depth = map(float, text.split(","))
+    return Fallback(max_gap, max_depth)
+
+
+RULE_OPTIONS = (
+    option(
+        "--threshold",
+        type=number_or_none,
+        metavar="NUMBER|none",
+        default="native",
+        help="Keep documents that score above it; none ranks only.",
+    ),
+    option(
+        "--max-gap",
+        type=number_or_none,
+        metavar="NUMBER|none",
+        default="native",
+        help="Drop documents further below the best one.",
+    ),
+    option(
+        "--fallback",
+        type=fallback_or_none,
+        metavar="GAP,DEPTH|none",
+        default="native",
+        help="If nothing scores above the threshold: how far below the best one, and how far below "
+        "the threshold, documents are kept.",
+    ),
+)
+
+
+def rule_options(function: Callable[..., None]) -> Callable[..., None]:
+    """Add an option for each part of the rule. The function gets all parts as ``limits``."""
+
+    @wraps(function)
+    def run(*, threshold: Any, max_gap: Any, fallback: Any, **arguments: Any) -> None:
+        limits = Limits(threshold=threshold, max_gap=max_gap, fallback=fallback)
+        function(limits=limits, **arguments)
+
+    for add in reversed(RULE_OPTIONS):
+        add(run)
+    return run
 
 
 class LoadingOptions(LoadSettings, use_attribute_docstrings=True):

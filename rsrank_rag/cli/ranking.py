@@ -19,9 +19,9 @@ from ..language_model.options import LoadOptions, ModelSource
 from ..method.template import clean
 from ..partial_files import digest_of
 from ..passages.explanation import Explanation
-from ..passages.ranked import passes
+from ..passages.rule import passes
 from ..passages.titles import lines_before
-from ..reranker import RankResult, Threshold
+from ..reranker import Limits, RankResult
 from .options import (
     PATH,
     command,
@@ -34,6 +34,7 @@ from .options import (
     progress,
     query_option,
     revision_option,
+    rule_options,
     show_waiting,
     system_option,
 )
@@ -41,8 +42,9 @@ from .options import (
 if TYPE_CHECKING:
     from ..rsrank import RSRank
 
-# Colours of a printed result: kept documents begin with +, dropped ones with -.
-COLORS = {"+": "green", "-": "bright_black"}
+# Colours of a printed result: documents that are kept begin with +, those that the fallback kept
+# with ~, and dropped ones with -.
+COLORS = {"+": "green", "~": "yellow", "-": "bright_black"}
 
 RESOLVED_PATH = click.Path(path_type=Path, resolve_path=True)
 
@@ -105,10 +107,8 @@ def result_text(result: RankResult) -> str:
 @documents_option
 @system_option
 @revision_option
-@option("--threshold", type=float, help="Keep documents above this. Default: the model's own.")
-@option("--keep-all", is_flag=True, help="Rank without a threshold.")
+@rule_options
 @option("--top-n", type=int, help="Keep at most this many.")
-@option("--min-docs", default=0, help="Keep at least this many.")
 @option(
     "--extract",
     type=click.Choice(["sentences"]),
@@ -122,15 +122,13 @@ def rank(
     load: LoadOptions,
     model: str,
     revision: str | None,
-    threshold: float | None,
-    keep_all: bool,
+    limits: Limits,
     top_n: int | None,
-    min_docs: int,
     extract: Literal["sentences"] | None,
     prefixes: Path | None,
     as_json: bool,
 ) -> None:
-    """Score documents for a query, keep those above the threshold, and drop the others.
+    """Score documents for a query, keep the relevant ones, and drop the others.
 
     A line holds one document. If each line begins with {, the lines are read as JSON objects with
     a "text", and perhaps a "title". The title is read on a line before the text, unless the text
@@ -140,21 +138,13 @@ def rank(
 
     `cat passages.jsonl | rsrank rank -q "How do bees fly?" -d - --json`
     """
-    if keep_all and threshold is not None:
-        raise InputError("--keep-all ranks without a threshold: leave out --threshold.")
     texts = read_documents(documents)
     # Without a folder, prefixes are not cached: each document is scored once.
     source = ModelSource(model, revision, load, prefix_cache=prefixes or False)
     show_waiting(f"Loading {model} ...")
     ranker = load_reranker(source)
-    limit: Threshold = "native"
-    if keep_all:
-        limit = None
-    elif threshold is not None:
-        limit = threshold
-    result = ranker.rank(
-        clean(query), texts, threshold=limit, top_n=top_n, min_docs=min_docs, extract=extract
-    )
+    limits["top_n"] = top_n
+    result = ranker.rank(clean(query), texts, **limits, extract=extract)
     if as_json:
         print_json(result.to_dict())
     else:

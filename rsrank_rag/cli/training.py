@@ -10,8 +10,8 @@ import click
 from click import echo, option
 
 from ..errors import InputError, TrainingError
-from ..evaluation.metrics import plain
 from ..language_model.options import LoadOptions, ModelSource
+from ..passages.rule import plain
 from .options import (
     PATH,
     command,

@@ -7,8 +7,9 @@ from itertools import combinations, starmap
 import numpy as np
 
 from .. import __version__
+from ..passages.rule import Rule
 from .datasets import LabelledQuery, LabelledSets
-from .metrics import Rule, ScoredQuery, best_threshold, ranking_measures, selection_measures
+from .metrics import ScoredQuery, best_threshold, ranking_measures, selection_measures
 from .statistics import LEVEL, RESAMPLES, Estimate, Record, estimate_mean
 
 # What is measured of each query and in the mean, and its heading.

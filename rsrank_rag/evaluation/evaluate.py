@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 
 from ..errors import ScoringError
+from ..passages.rule import Rule
 from ..reranker import Reranker
 from .datasets import LabelledQuery
 from .metrics import (
-    Rule,
     ScoredQuery,
     apply_rule,
     best_threshold,
@@ -93,8 +93,8 @@ def summarise(scored: Sequence[ScoredQuery], *, threshold: float = 0.0) -> dict[
         "auroc": auroc(*best),
         "false_accepts@90": false_accepts(*best),
     }
-    for name, rule in rules(threshold).items():
-        if name != "tau":
+    for name, rule in rules(Rule(threshold)).items():
+        if name not in ("rule", "tau"):
             for key, value in apply_rule(scored, rule)._asdict().items():
                 summary[f"{name}_{key}"] = value
     return summary
@@ -112,17 +112,18 @@ def recommend(scored: Sequence[ScoredQuery], *, threshold: float = 0.0) -> str:
     answerable = sum(any(query.relevant) for query in scored)
     if not answerable:
         return "No query has a relevant passage, so no answer can be lost and no rule is advised."
-    candidates = rules(threshold)
-    results = {rule: apply_rule(scored, rule) for rule in candidates.values() if rule.by_score}
+    candidates = rules(Rule(threshold))
+    by_score = [rule for rule in candidates.values() if isinstance(rule, Rule)]
+    results = {rule: apply_rule(scored, rule) for rule in by_score}
     fewest = min(result.left_with_nothing for result in results.values())
     limit = max(TOLERATED_LOSS * answerable, fewest)
     tolerated = [rule for rule, result in results.items() if result.left_with_nothing <= limit]
     best = max(tolerated, key=lambda rule: results[rule].f1)
     lost = results[best].left_with_nothing
     # The threshold alone is compared with its safest alternative.
-    other = candidates["tau"]
+    other = Rule(threshold)
     if best == other:
-        other = candidates["tau_top5_min1"]
+        other = Rule(top_n=5)
     reason = f"lose at most {TOLERATED_LOSS:.0%} of the answers"
     if fewest > TOLERATED_LOSS * answerable:
         reason = f"lose fewest answers (every one loses more than {TOLERATED_LOSS:.0%})"

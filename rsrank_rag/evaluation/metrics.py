@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..errors import InputError, finite, required
-from ..passages.ranked import BLANK_SCORE, passes
+from ..passages.rule import BLANK_SCORE, Rule, best_first
 from .statistics import ROUNDING, Array, mean_present
 
 
@@ -45,97 +45,45 @@ class ScoredQuery:
         return ScoredQuery([score - threshold for score in self.scores], self.relevant)
 
 
-def best_first(scores: Sequence[float]) -> list[int]:
-    """Positions of scores: the highest first, `BLANK_SCORE` last; equal scores keep their order."""
-    return sorted(range(len(scores)), key=lambda n: (scores[n] == BLANK_SCORE, -scores[n]))
-
-
-def plain(value: float | None) -> str:
-    """A number of three decimals, or of two digits if it is smaller. Only zero is shown as 0.
-
-    >>> plain(-0.0), plain(4.0), plain(0.1254), plain(13145), plain(-0.000451), plain(None)
-    ('0', '4', '0.125', '13145', '-0.00045', '-')
-    """
-    if value is None:
-        return "-"
-    number = round(value, 3) or float(f"{value:.2g}")
-    return f"{number + 0.0:.10g}"
-
-
 @dataclass(frozen=True)
-class Rule:
-    """Which documents of a query are kept, as the arguments of `Reranker.rank` say it.
+class FirstOfList:
+    """A rule without scores: the first documents of the file, in the file's order.
 
-    ``str(rule)`` says it in words.
-
-    Attributes:
-        threshold: Keep what scores above it; None keeps every document.
-        top_n: Keep at most this many.
-        min_docs: Keep at least the best this many, even below the threshold.
-        by_score: Whether documents are taken best first. If not, they are taken in input order,
-            which is the retriever's order if the file was written so.
-
-    >>> str(Rule(0.0)), str(Rule(0.5, top_n=3, min_docs=1))
-    ('zero', 'top 3 above threshold 0.5 with min_docs=1')
-    >>> str(Rule(top_n=3)), str(Rule(top_n=1, by_score=False))
-    ('top 3', "first 1 in the file's order")
+    The file's order is the retriever's if the file was written so.
     """
 
-    threshold: float | None = None
-    top_n: int | None = None
-    min_docs: int = 0
-    by_score: bool = True
+    count: int
 
     def __str__(self) -> str:
-        if not self.by_score:
-            return f"first {self.top_n} in the file's order"
-        if self.threshold is None:
-            return f"top {self.top_n}"
-        words = f"threshold {plain(self.threshold)}"
-        if not self.threshold:
-            words = "zero"
-        if self.top_n is not None:
-            words = f"top {self.top_n} above {words}"
-        if self.min_docs:
-            words = f"{words} with min_docs={self.min_docs}"
-        return words
+        return f"first {self.count} in the file's order"
 
     def select(self, scores: Sequence[float]) -> list[int]:
-        """Positions of the documents that are kept, in the order in which they are taken.
-
-        >>> Rule(threshold=0.0, min_docs=1, top_n=2).select([-1.0, -3.0])
-        [0]
-        """
-        order = list(range(len(scores)))
-        if self.by_score:
-            order = best_first(scores)
-        count = max(sum(passes(score, self.threshold) for score in scores), self.min_docs)
-        return order[:count][: self.top_n]
+        """Positions of the documents that are kept."""
+        return list(range(len(scores)))[: self.count]
 
 
-def rules(threshold: float) -> dict[str, Rule]:
-    """The threshold alone, and what somebody would use instead, by their names in summaries.
+def rules(native: Rule) -> dict[str, Rule | FirstOfList]:
+    """The rule in use, and what somebody would use instead, by their names in summaries.
 
-    ``tau``: above the threshold. ``tau_min1``: above it, and at least the best one.
-    ``tau_top3_min1`` and ``tau_top5_min1``: the same, and at most three or five. ``top1``, ``top3``
-    and ``top5``: the best ones, whatever they score. ``first1``, ``first3`` and ``first5``: the
-    first ones of the file, without the scores.
+    ``rule``: the rule in use. ``tau``: its threshold alone, which is the paper's rule. ``top1``,
+    ``top3`` and ``top5``: the best ones, whatever they score. ``first1``, ``first3`` and
+    ``first5``: the first ones of the file, without the scores.
     """
     return {
-        "tau": Rule(threshold),
-        "tau_min1": Rule(threshold, min_docs=1),
-        "tau_top3_min1": Rule(threshold, top_n=3, min_docs=1),
-        "tau_top5_min1": Rule(threshold, top_n=5, min_docs=1),
+        "rule": native,
+        "tau": Rule(native.threshold),
         "top1": Rule(top_n=1),
         "top3": Rule(top_n=3),
         "top5": Rule(top_n=5),
-        "first1": Rule(top_n=1, by_score=False),
-        "first3": Rule(top_n=3, by_score=False),
-        "first5": Rule(top_n=5, by_score=False),
+        "first1": FirstOfList(1),
+        "first3": FirstOfList(3),
+        "first5": FirstOfList(5),
     }
 
 
-def selection_measures(queries: Sequence[ScoredQuery], rule: Rule) -> dict[str, Array]:
+def selection_measures(
+    queries: Sequence[ScoredQuery], rule: Rule | FirstOfList
+) -> dict[str, Array]:
     """Measures of what a rule keeps of each query, (queries,); NaN where one means nothing.
 
     ``kept``: number of documents. ``precision``, NaN if nothing is kept. ``recall`` and
@@ -170,7 +118,7 @@ class RuleResult(NamedTuple):
     kept_per_query: float  # mean number of documents
 
 
-def apply_rule(queries: Sequence[ScoredQuery], rule: Rule) -> RuleResult:
+def apply_rule(queries: Sequence[ScoredQuery], rule: Rule | FirstOfList) -> RuleResult:
     """Mean F1, queries left with nothing, and documents kept of each query."""
     values = selection_measures(queries, rule)
     lost = int(np.nansum(values["left_with_nothing"]))

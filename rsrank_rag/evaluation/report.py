@@ -11,12 +11,13 @@ import numpy as np
 
 from ..errors import required
 from ..partial_files import write_text
+from ..passages.rule import Rule, best_first, plain
 from ..reranker import BLANK_SCORE
 from . import plots
 from .comparison import METRICS, Comparison, Measured, QueryResult, compare
 from .datasets import LabelledSets
 from .evaluate import recommend, summarise
-from .metrics import apply_rule, best_first, plain, rules
+from .metrics import apply_rule, rules
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -86,7 +87,8 @@ def page(comparison: Comparison, systems: Sequence[Measured], sets: LabelledSets
         best_first=best_first,
         plain=plain,
         recommend=recommend,
-        rules=rules,
+        rule_type=Rule,
+        rules=lambda threshold: rules(Rule(threshold)),
         summarise=summarise,
         worst_queries=worst_queries,
     )

@@ -18,7 +18,8 @@ from .parts import (
     sentences,
     windows,
 )
-from .ranked import BLANK_SCORE, Scored
+from .ranked import Scored
+from .rule import BLANK_SCORE
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,14 +9,7 @@ from typing import Any
 
 from ..errors import InputError, finite
 from .parts import WHOLE, Excerpt, Reading, Window, joined
-
-BLANK_SCORE = -10_000.0
-"""Score of a document without text: below any other, so that whatever sorts by score puts it last.
-
-Finite, because JSON has no infinity and other tools average or subtract; exact in float16. Scores
-of RSRank lie within plus or minus layers x heads (288 for Qwen3-8B); those of other systems are
-logits, cosines and probabilities.
-"""
+from .rule import BLANK_SCORE, Bar, Rule, best_first, passes
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +24,7 @@ class RankedDocument:
         window: The best window; None for a document that fits.
         excerpts: The sentences that are kept, in their order.
         heading: The document's first line, if it is a heading that is kept with the sentences.
+        weak: Whether the fallback kept it: no document of the list scored above the threshold.
     """
 
     index: int
@@ -40,6 +34,7 @@ class RankedDocument:
     window: Window | None = None
     excerpts: tuple[Excerpt, ...] = ()
     heading: str = ""
+    weak: bool = False
 
     @property
     def extract(self) -> str:
@@ -76,17 +71,22 @@ class RankResult:
 
     Attributes:
         query: The query.
-        threshold: Documents had to score above this to be kept; None when only ranked.
+        rule: The rule that decided which documents are kept.
         kept: Documents to pass on.
         dropped: The others.
         query_truncated: Whether only the first and the last part of the query were read.
     """
 
     query: str
-    threshold: float | None
+    rule: Rule
     kept: tuple[RankedDocument, ...]
     dropped: tuple[RankedDocument, ...]
     query_truncated: bool = field(default=False, kw_only=True)
+
+    @property
+    def threshold(self) -> float | None:
+        """Documents that score above it are relevant; None when only ranked."""
+        return self.rule.threshold
 
     @property
     def texts(self) -> list[str]:
@@ -108,7 +108,7 @@ class RankResult:
 
     @property
     def none_relevant(self) -> bool:
-        """Whether no document scored above the threshold, even if ``min_docs`` kept some.
+        """Whether no document scored above the threshold, even if the fallback kept some.
 
         When only ranked (``threshold`` None), true only if no document has text.
         """
@@ -131,17 +131,19 @@ class RankResult:
         rule = "ranked only"
         if self.threshold is not None:
             rule = f"threshold {self.threshold:g}"
-        below = sum(not passes(document.score, self.threshold) for document in self.kept)
-        if below:
-            rule += f", min_docs kept {below}"
-        above = sum(passes(document.score, self.threshold) for document in self.dropped)
-        if above:
-            rule += f", top_n dropped {above}"
+        if self.kept and self.kept[0].weak:
+            rule += f", the fallback kept {len(self.kept)}"
+        elif not self.none_relevant:
+            above = sum(passes(document.score, self.threshold) for document in self.dropped)
+            if above:
+                rule += f", {above} above it dropped"
         if self.query_truncated:
             rule += ", query truncated"
         lines = [f"{self.query!r}: {len(self.kept)} kept, {len(self.dropped)} dropped ({rule})"]
         for place, document in enumerate(self.kept + self.dropped):
-            mark = "+" if place < len(self.kept) else "-"
+            mark = "-"
+            if place < len(self.kept):
+                mark = "~" if document.weak else "+"
             text = " ".join(document.extract.split())
             if len(text) > 88:
                 text = text[:87] + "…"
@@ -151,59 +153,50 @@ class RankResult:
         return "\n".join(lines)
 
 
-def passes(score: float, threshold: float | None) -> bool:
-    """Whether a score is above a threshold. `BLANK_SCORE` passes no threshold but None."""
-    return threshold is None or (score > threshold and score != BLANK_SCORE)
-
-
 def choose(
     query: str,
     documents: Sequence[str],
     scored: Sequence[Scored],
-    threshold: float | None,
+    rule: Rule,
     *,
-    top_n: int | None = None,
-    min_docs: int = 0,
     reading: Reading = WHOLE,
     query_truncated: bool = False,
 ) -> RankResult:
-    """Sort scored documents and keep the relevant ones, as `Reranker.rank` says.
+    """Sort scored documents and keep those that a rule keeps, as `Reranker.rank` says.
 
     Raises:
         InputError: There are more or fewer scores than documents.
         ScoringError: A document has no finite score; its position is given.
     """
+    scored = blanks_last(documents, scored)
+    scores = [finite(float(one.score), index) for index, one in enumerate(scored)]
+    bar = rule.bar(scores)
+    count = len(rule.select(scores))
     ranked = []
-    for index, one in enumerate(blanks_last(documents, scored)):
-        score = finite(float(one.score), index)
-        ranked.append(RankedDocument(index, documents[index], score, one.truncated, one.window))
-    # Blank documents are last even if a reranker gives lower scores. Equal scores keep their order.
-    ranked.sort(key=lambda document: (document.score == BLANK_SCORE, -document.score))
-    relevant = sum(passes(document.score, threshold) for document in ranked)
-    count = max(relevant, min(min_docs, len(ranked)))
-    if top_n is not None:
-        count = min(count, top_n)
-    kept = ranked[:count]
-    if reading.extract:
-        kept = [
-            _with_excerpts(document, scored[document.index].sentences, threshold, reading)
-            for document in kept
-        ]
+    for place, index in enumerate(best_first(scores)):
+        one = scored[index]
+        document = RankedDocument(index, documents[index], scores[index], one.truncated, one.window)
+        if place < count:
+            document = replace(document, weak=bar.weak)
+            if reading.extract:
+                document = _with_excerpts(document, one.sentences, bar, reading)
+        ranked.append(document)
     return RankResult(
-        query, threshold, tuple(kept), tuple(ranked[count:]), query_truncated=query_truncated
+        query,
+        rule,
+        tuple(ranked[:count]),
+        tuple(ranked[count:]),
+        query_truncated=query_truncated,
     )
 
 
 def _with_excerpts(
-    document: RankedDocument,
-    sentences: Sequence[Excerpt],
-    threshold: float | None,
-    reading: Reading,
+    document: RankedDocument, sentences: Sequence[Excerpt], bar: Bar, reading: Reading
 ) -> RankedDocument:
-    """A kept document with its relevant sentences: at least the best, even below the threshold."""
+    """A kept document with those of its sentences that reach the list's bar, or its best one."""
     hits: list[float] = []
     for place, sentence in enumerate(sentences):
-        if passes(sentence.score, threshold) or sentence.score == document.score:
+        if bar.passes(sentence.score) or sentence.score == document.score:
             hits.append(place)
     hits.append(math.inf)
     kept = []

@@ -11,13 +11,15 @@ from typing_extensions import Unpack
 from ..errors import InputError
 from ..passages.parts import Reading, ReadingOptions
 from ..reranker import (
+    Fallback,
+    Limits,
     LongQueries,
+    Native,
     RankOptions,
     RankResult,
     Reranker,
-    Threshold,
+    Rule,
     as_list,
-    check_limits,
     check_text,
     choose,
 )
@@ -106,28 +108,29 @@ class RemoteReranker(Reranker):
         self,
         query: str,
         documents: list[str],
-        threshold: Threshold = "native",
-        top_n: int | None = None,
-        min_docs: int = 0,
+        *,
         long_queries: LongQueries = "cut",
+        threshold: float | Native | None = "native",
+        max_gap: float | Native | None = "native",
+        fallback: Fallback | Native | None = "native",
+        top_n: int | None = None,
         **options: Unpack[ReadingOptions],
     ) -> RankResult:
         check_text("A query", query)
-        check_limits(threshold, top_n, min_docs)
+        limits = Limits(threshold=threshold, max_gap=max_gap, fallback=fallback, top_n=top_n)
+        # A limit that is out of range is an error before the request.
+        Rule(threshold=0.0).with_limits(limits)
         reading = Reading.of(options)
         request = request_body(self.model, query, documents, reading, long_queries)
         body = await self._transport.send("POST", "/v1/rerank", request)
         answer = parsed(body, self.base_url, self.model)
         scores = scores_of(answer, documents, self.base_url)
-        if threshold == "native":
-            threshold = answer.threshold
+        native = Rule(answer.threshold, answer.max_gap, answer.fallback)
         return choose(
             query,
             documents,
             scores,
-            threshold,
-            top_n=top_n,
-            min_docs=min_docs,
+            native.with_limits(limits),
             reading=reading,
             query_truncated=answer.query_truncated,
         )

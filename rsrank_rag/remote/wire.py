@@ -10,7 +10,7 @@ from typing_extensions import Self
 
 from ..errors import RemoteError, problems_of
 from ..passages.parts import Excerpt, Reading, Window, encodable
-from ..reranker import LongQueries, Scored
+from ..reranker import Fallback, LongQueries, Scored
 
 
 class _Row(BaseModel, strict=True):
@@ -32,6 +32,8 @@ class Answer(BaseModel, strict=True):
     model: str
     results: list[_Row]
     threshold: float | None = Field(allow_inf_nan=False)
+    max_gap: float | None = None
+    fallback: Fallback | None = None
     query_truncated: bool = False
 
 

@@ -6,6 +6,7 @@ from typing import Literal
 from ..errors import RSRankError
 from ..passages.explanation import Explanation
 from ..passages.ranked import Scored
+from ..passages.rule import Rule
 
 Fault = Literal["input", "unscored", "internal"]
 """Why a pair has no score: the pair cannot be used, there is no score, or the model failed."""
@@ -42,17 +43,22 @@ class Description:
 
     Attributes:
         name: What the model is called.
-        threshold: The native threshold; None if there is none.
+        rule: The native rule; its threshold is None if the model has none.
         explains: Whether scores can be taken apart.
         max_tokens: The most tokens of a document that are read; None if unknown.
         complaint: What is wrong with how the model ranks the canary; None if nothing is.
     """
 
     name: str
-    threshold: float | None
+    rule: Rule
     explains: bool
     max_tokens: int | None = None
     complaint: str | None = None
+
+    @property
+    def threshold(self) -> float | None:
+        """The native threshold; None if there is none."""
+        return self.rule.threshold
 
 
 class ServiceError(RSRankError):

@@ -53,7 +53,7 @@ class Engine:
             max_tokens = None
         return Description(
             self.name,
-            reranker.threshold,
+            reranker.native_rule,
             hasattr(reranker, "explain"),
             max_tokens,
             None if canary is None else self._complaint(canary),

@@ -14,10 +14,8 @@ from ..errors import InputError
 from ..evaluation.datasets import dataset_name, read_labelled, warn_of_reuse
 from ..evaluation.evaluate import score_dataset
 from ..evaluation.metrics import (
-    Rule,
     ScoredQuery,
     ThresholdSweep,
-    plain,
     present_means,
     selection_measures,
 )
@@ -33,6 +31,7 @@ from ..evaluation.statistics import (
 )
 from ..language_model.options import ModelSource
 from ..partial_files import write_text
+from ..passages.rule import Rule, plain
 from ..rsrank import RSRank
 from .batches import folds
 from .run import write_trained

@@ -8,8 +8,9 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
-from ..evaluation.metrics import Rule, ScoredQuery, ranking_measures, selection_measures
+from ..evaluation.metrics import ScoredQuery, ranking_measures, selection_measures
 from ..evaluation.statistics import FEWEST, Array, Estimate, Record, bootstrap, estimate
+from ..passages.rule import Rule
 
 Outcome = Literal["better", "worse", "no difference beyond chance"]
 

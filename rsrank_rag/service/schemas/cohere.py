@@ -10,7 +10,8 @@ from typing_extensions import Self
 
 from ...passages import shadow
 from ...passages.parts import Excerpt, LongDocuments, Reading, Window
-from ...reranker import RankedDocument, check_limits
+from ...passages.rule import Fallback, Limits, Native, Rule
+from ...reranker import RankedDocument
 from ..error_responses import RequestError
 from .common import Count, Flag, Scores, ScoringRequest, Text, TextObject, Usage, text_of
 
@@ -24,6 +25,8 @@ class RerankedDocument(BaseModel, use_attribute_docstrings=True):
     index: int
     relevance_score: float
     truncated: bool
+    weak: bool = False
+    """No document scored above the threshold, and the fallback kept this one."""
     document: TextObject | None = None
     """Its text, or the sentences that are kept."""
     excerpts: list[Excerpt] | None = None
@@ -55,6 +58,10 @@ class RerankResponse(BaseModel, use_attribute_docstrings=True):
     usage: Usage
     threshold: float | None
     """The model's native threshold, on the raw scale."""
+    max_gap: float | None = None
+    """The model's native gap, on the raw scale."""
+    fallback: Fallback | None = None
+    """The model's native fallback, on the raw scale."""
     data: list[RerankedDocument] | None = None
     """The results again, for a request with top_k (Voyage)."""
     scores: list[DocumentScore] | None = None
@@ -77,11 +84,13 @@ class RerankRequest(ScoringRequest):
     """Answer with the documents' texts."""
     weaviates: Any = Field(default=None, validation_alias="property")
     """Weaviate sends it, and reads scores."""
-    threshold: FiniteFloat | Literal["native"] | None = None
+    threshold: FiniteFloat | Native | None = None
     """Leave out documents that do not score above this, on the raw scale; native for the model's
     own; null for none. Without it the service's setting applies."""
-    min_docs: Count | None = None
-    """The best so many stay, even below the threshold."""
+    max_gap: FiniteFloat | Native | None = "native"
+    """Leave out documents further below the best one; null for no gap."""
+    fallback: Fallback | Native | None = "native"
+    """What stays if no document scores above the threshold; null for nothing."""
     mode: Literal["drop", "shadow"] = "drop"
     """shadow: answer as if nothing were dropped, and log what would have been."""
     extract: Literal["sentences"] | None = None
@@ -102,8 +111,8 @@ class RerankRequest(ScoringRequest):
 
     @model_validator(mode="after")
     def _limits_make_sense(self) -> Self:
-        check_limits(None, self.most, self.min_docs or 0)
-        # Raises for options without effect.
+        # Both raise for options that are out of range or without effect.
+        Rule(threshold=0.0).with_limits(self._limits("native"))
         _ = self.reading
         return self
 
@@ -115,28 +124,31 @@ class RerankRequest(ScoringRequest):
     def query_and_documents(self) -> tuple[str, list[str]]:  # noqa: D102 - inherited
         return text_of(self.query), [text_of(document) for document in self.documents]
 
-    def cutoff(self, scores: Scores) -> float | None:
-        """Documents must score above this; None if all stay."""
+    def rule(self, scores: Scores) -> Rule:
+        """The rule that decides which documents are left out."""
         threshold = self.threshold
         if "threshold" not in self.model_fields_set and (
             scores.drops(self.most) or self.extract or self.mode == "shadow"
         ):
             threshold = "native"
-        if threshold != "native":
-            return threshold
         model = scores.model
-        if model.threshold is None:
+        if threshold == "native" and model.threshold is None:
             raise RequestError(
                 422, f"{model.name} has no native threshold. Give a number, or null for none."
             )
-        return model.threshold
+        return model.rule.with_limits(self._limits(threshold))
+
+    def _limits(self, threshold: float | Native | None) -> Limits:
+        return Limits(
+            threshold=threshold, max_gap=self.max_gap, fallback=self.fallback, top_n=self.most
+        )
 
     def answer(self, scores: Scores) -> RerankResponse:
         """Rows best first, without those that are to be dropped."""
-        ranked = scores.ranked(self.cutoff(scores), self.most, self.min_docs or 0, self.reading)
+        ranked = scores.ranked(self.rule(scores), self.reading)
         if self.mode == "shadow":
             shadow.log(ranked)
-            ranked = scores.ranked(None, self.most)
+            ranked = scores.ranked(Rule(top_n=self.most))
         rows = [self._row(scores, document) for document in ranked.kept]
         every = None
         if self.weaviates is not None:
@@ -160,6 +172,8 @@ class RerankRequest(ScoringRequest):
             },
             usage=usage,
             threshold=scores.model.threshold,
+            max_gap=scores.model.rule.max_gap,
+            fallback=scores.model.rule.fallback,
             query_truncated=any(outcome.query_truncated for outcome in scores.outcomes),
             data=None if self.top_k is None else rows,
             scores=every,
@@ -171,6 +185,7 @@ class RerankRequest(ScoringRequest):
             index=document.index,
             relevance_score=scores.shown(document.score),
             truncated=document.truncated,
+            weak=document.weak,
             document=TextObject(text=document.extract) if self.return_documents else None,
             excerpts=shown if self.extract else None,
             window=document.window,

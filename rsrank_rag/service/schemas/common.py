@@ -19,6 +19,7 @@ from pydantic import (
 
 from ...passages.parts import WHOLE, Reading, encodable
 from ...passages.ranked import RankResult, Scored, choose
+from ...passages.rule import Rule
 from ...reranker import LongQueries, Pair
 from ..backend import Description, Outcome
 from ..error_responses import request_error
@@ -99,7 +100,7 @@ class Scores:
     @property
     def none_relevant(self) -> bool:
         """Whether no document scored above the native threshold."""
-        return self.ranked(self.model.threshold).none_relevant
+        return self.ranked(self.model.rule).none_relevant
 
     @property
     def usage(self) -> Usage:
@@ -118,23 +119,10 @@ class Scores:
         """
         return self.drop == "always" or (self.drop and most != len(self.documents))
 
-    def ranked(
-        self,
-        cutoff: float | None = None,
-        top_n: int | None = None,
-        min_docs: int = 0,
-        reading: Reading = WHOLE,
-    ) -> RankResult:
-        """Documents best first; see `choose`."""
-        return choose(
-            "",
-            self.documents,
-            self.scored,
-            cutoff,
-            top_n=top_n,
-            min_docs=min_docs,
-            reading=reading,
-        )
+    def ranked(self, rule: Rule | None = None, reading: Reading = WHOLE) -> RankResult:
+        """Documents best first, those that a rule keeps; all of them without a rule."""
+        rule = rule or Rule()
+        return choose("", self.documents, self.scored, rule, reading=reading)
 
     def shown(self, score: float) -> float:
         """A raw score as the answer shows it: raw, or from 0 to 1 if the request asks for that."""

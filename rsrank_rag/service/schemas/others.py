@@ -6,6 +6,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import BaseModel, FailFast
 
 from ...passages.explanation import Explanation
+from ...passages.rule import Rule
 from .common import Count, Flag, Scores, ScoringRequest, Text, TextObject, Usage
 
 
@@ -33,14 +34,14 @@ class TextsRequest(ScoringRequest):
     def answer(self, scores: Scores) -> list[TextScore]:
         """Texts best first: all of them, unless the request or the service wants fewer."""
         most = self.top_n or len(self.texts)
-        cutoff = scores.model.threshold if scores.drops(most) else None
+        rule = scores.model.rule if scores.drops(most) else Rule()
         return [
             TextScore(
                 index=one.index,
                 score=scores.shown(one.score),
                 text=one.text if self.return_text else None,
             )
-            for one in scores.ranked(cutoff, top_n=most).kept
+            for one in scores.ranked(replace(rule, top_n=most or None)).kept
         ]
 
 
