@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rsrank_rag import RankedDocument, RankResult, Reranker
+from rsrank_rag import Fallback, RankedDocument, RankResult, Reranker, Rule
 from rsrank_rag.errors import InputError, RSRankError, ScoringError
 from rsrank_rag.reranker import BLANK_SCORE, Pair, Scored, choose
 
@@ -79,32 +79,9 @@ def test_top_n_is_applied_after_the_threshold():
     assert kept(rank(scores, threshold=None, top_n=3)) == [0, 1, 2]
 
 
-def test_min_docs_keeps_the_best_even_below_the_threshold():
-    scores = [-3.0, -1.0, 2.0, -2.0]
-    assert kept(rank(scores, min_docs=3)) == [2, 1, 3]
-    assert kept(rank(scores, min_docs=1)) == [2]
-    assert kept(rank(scores, min_docs=10)) == [2, 1, 3, 0]
-    assert kept(rank(scores, min_docs=2, top_n=2)) == [2, 1]
-
-
 def test_no_documents_give_an_empty_result():
     result = rank([])
     assert (result.kept, result.dropped, result.texts) == ((), (), [])
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"threshold": math.nan}, "threshold must be a number, .* got nan"),
-        ({"top_n": 0}, "top_n must be a whole number of at least 1, got 0"),
-        ({"top_n": -1}, "top_n must be a whole number of at least 1"),
-        ({"min_docs": -1}, "min_docs must be a whole number of at least 0"),
-        ({"min_docs": 3, "top_n": 2}, "min_docs=3 .* top_n=2"),
-    ],
-)
-def test_arguments_out_of_range_are_refused(options, message):
-    with pytest.raises(InputError, match=message):
-        rank([1.0, 2.0, 3.0], **options)
 
 
 @pytest.mark.parametrize("documents", ["one string", b"bytes", {"id1": "text"}])
@@ -184,19 +161,11 @@ finite = st.floats(allow_nan=False, allow_infinity=False).filter(lambda score: s
     scores=st.lists(finite | st.sampled_from([0.0, -0.0, 1.0]), max_size=12),
     threshold=st.none() | finite,
     top_n=st.none() | st.integers(1, 15),
-    min_docs=st.integers(0, 15),
 )
-def test_every_document_is_in_exactly_one_list_and_the_rules_hold(
-    scores, threshold, top_n, min_docs
-):
-    if top_n is not None:
-        min_docs = min(min_docs, top_n)
-    result = rank(scores, threshold=threshold, top_n=top_n, min_docs=min_docs)
+def test_every_document_is_in_exactly_one_list_best_first(scores, threshold, top_n):
+    result = rank(scores, threshold=threshold, top_n=top_n)
     assert sorted(order(result)) == list(range(len(scores)))
     assert [scores[i] for i in order(result)] == sorted(scores, reverse=True)
-    passing = len(scores) if threshold is None else sum(score > threshold for score in scores)
-    expected = max(passing, min(min_docs, len(scores)))
-    assert len(result.kept) == (expected if top_n is None else min(expected, top_n))
     assert all(
         doc.text == f"text {doc.index}" and doc.score == scores[doc.index] for doc in result.kept
     )
@@ -205,7 +174,7 @@ def test_every_document_is_in_exactly_one_list_and_the_rules_hold(
 def test_the_printed_result_shows_scores_signs_and_cuts():
     result = RankResult(
         "why?",
-        0.0,
+        Rule(0.0),
         (RankedDocument(1, "a  b\n\tc", 1.234, truncated=True),),
         (RankedDocument(0, "x" * 200, -0.5),),
     )
@@ -219,15 +188,15 @@ def test_the_printed_result_shows_scores_signs_and_cuts():
 @pytest.mark.parametrize(
     ("options", "rule"),
     [
-        ({"min_docs": 2}, "threshold 1, min_docs kept 1"),
-        ({"min_docs": 1}, "threshold 1"),
-        ({"threshold": 0.0, "top_n": 1}, "threshold 0, top_n dropped 1"),
-        ({"threshold": None, "top_n": 1}, "ranked only, top_n dropped 2"),
+        ({}, "threshold 1"),
+        ({"threshold": 0.0, "top_n": 1}, "threshold 0, 1 above it dropped"),
+        ({"threshold": 0.0, "max_gap": 1.0}, "threshold 0, 1 above it dropped"),
+        ({"threshold": None, "top_n": 1}, "ranked only"),
         ({"threshold": -math.inf}, "threshold -inf"),
-        ({"threshold": -math.inf, "min_docs": 3}, "threshold -inf, min_docs kept 1"),
+        ({"threshold": 3.0, "fallback": Fallback(2, 3)}, "threshold 3, the fallback kept 2"),
     ],
 )
-def test_the_printed_result_says_what_top_n_and_min_docs_changed(options, rule):
+def test_the_printed_result_says_what_the_rule_did(options, rule):
     shown = str(rank([0.5, 2.0, BLANK_SCORE], **{"threshold": 1.0, **options}))
     assert shown.splitlines()[0].endswith(f"({rule})")
 
@@ -243,7 +212,6 @@ BLANKS = [" ", "almost", "\n\t\u2003", "nearly", ""]
 
 
 def test_documents_without_text_come_last_in_their_order_and_pass_no_threshold():
-    assert Half().rank("q", BLANKS, min_docs=1).texts == ["almost"]
     for threshold in (-1.0, 2 * BLANK_SCORE, -math.inf):
         result = Half().rank("q", BLANKS, threshold=threshold)
         assert result.texts == ["almost", "nearly"]
@@ -284,19 +252,17 @@ def test_a_result_says_whether_nothing_was_relevant_and_how_near_the_best_came()
     assert (result_of(2.0, -1.0).none_relevant, result_of(2.0, -1.0).best_score) == (False, 2.0)
     nothing = rank([-1.0, -0.25])
     assert (nothing.none_relevant, nothing.best_score) == (True, -0.25)
-    forced = rank([-1.0, -0.25], min_docs=1)
-    assert (len(forced), forced.none_relevant, forced.best_score) == (1, True, -0.25)
     assert rank([0.0]).none_relevant
     assert not rank([-1.0], threshold=None).none_relevant
     assert (rank([]).none_relevant, rank([]).best_score) == (True, None)
-    blank = choose("q", [" "], [Scored(3.0)], None)
+    blank = choose("q", [" "], [Scored(3.0)], Rule())
     assert (blank.none_relevant, blank.best_score) == (True, None)
 
 
 def test_a_result_as_plain_values_holds_every_document_once():
     result = result_of(2.0, -1.0, 3.0)
     plain = json.loads(json.dumps(result.to_dict()))
-    assert (plain["query"], plain["threshold"]) == ("query", 0.0)
+    assert (plain["query"], plain["rule"]["threshold"]) == ("query", 0.0)
     assert [document["index"] for document in plain["kept"] + plain["dropped"]] == [2, 0, 1]
 
 

@@ -875,12 +875,12 @@ def test_a_small_batch_takes_short_sequences_too():
     assert batches_of([1, 2, 4], budget=100) == [[1, 2, 4]]
 
 
-def test_a_ranker_names_its_model_its_device_its_dtype_and_its_threshold(ranker, tmp_path):
+def test_a_ranker_names_its_model_its_device_its_dtype_and_its_rule(ranker, tmp_path):
     ranker.save_pretrained(tmp_path / "made", include_backbone=True)
     loaded = RSRank.from_pretrained(tmp_path / "made", device="cpu", dtype="float32")
     assert (
         repr(loaded)
-        == f"RSRank({str(tmp_path / 'made')!r}, device='cpu', dtype=torch.float32, threshold=0)"
+        == f"RSRank({str(tmp_path / 'made')!r}, device='cpu', dtype=torch.float32, rule='zero')"
     )
     assert repr(ranker.config.backbone.name) in repr(ranker)
 

@@ -133,7 +133,7 @@ class RankResult:
             rule = f"threshold {self.threshold:g}"
         if self.kept and self.kept[0].weak:
             rule += f", the fallback kept {len(self.kept)}"
-        elif not self.none_relevant:
+        elif self.threshold is not None:
             above = sum(passes(document.score, self.threshold) for document in self.dropped)
             if above:
                 rule += f", {above} above it dropped"

@@ -20,7 +20,7 @@ from conftest import DOCUMENTS, QUERY
 from pydantic import ValidationError
 
 import rsrank_rag
-from rsrank_rag import Reranker, RSRank
+from rsrank_rag import Fallback, Reranker, RSRank
 from rsrank_rag.adapters import worker
 from rsrank_rag.adapters.settings import RerankerAdapter
 from rsrank_rag.errors import ArtifactError, InputError, RemoteError
@@ -177,8 +177,9 @@ def test_settings_survive_every_way_of_writing_them_down(adapter):
         device=torch.device("cpu"),
         dtype=torch.float32,
         threshold=None,
+        fallback=None,
+        max_gap=1.5,
         top_n=4,
-        min_docs=2,
     )
     settings = made.model_dump()
     assert settings["dtype"] == "float32"
@@ -235,8 +236,8 @@ def test_a_model_object_is_shared_by_copies_but_never_written_down(adapter):
     [
         ({"treshold": 1.0}, "treshold"),
         ({"top_n": 0}, "top_n must be a whole number of at least 1"),
-        ({"top_n": 1, "min_docs": 2}, "asks for more documents than"),
-        ({"min_docs": -1}, "min_docs"),
+        ({"max_gap": -1.0}, "max_gap must be a number of at least 0"),
+        ({"threshold": None, "fallback": Fallback(1, 2)}, "no effect without a threshold"),
         ({"threshold": float("nan")}, "threshold must be a number, .* got nan"),
         ({"token": "hf_secret"}, "token"),
         ({"model": 3}, "model"),
@@ -287,8 +288,9 @@ def test_a_copy_may_do_what_its_original_may(adapter):
 
 @both
 def test_an_infinite_threshold_is_not_written_as_none(adapter):
-    made = adapter(threshold=float("inf"), min_docs=2)
-    assert adapter.model_validate_json(made.model_dump_json()).threshold == float("inf")
+    made = adapter(threshold=float("inf"), fallback=Fallback(0.0, float("inf")))
+    copied = adapter.model_validate_json(made.model_dump_json())
+    assert (copied.threshold, copied.fallback) == (made.threshold, made.fallback)
 
 
 @both
@@ -472,16 +474,17 @@ def test_limits_of_a_call_replace_those_of_the_adapter_one_by_one():
 
     def limits_of(adapter, **limits):
         options = adapter._options(limits)
-        return options["threshold"], options["top_n"], options["min_docs"]
+        return options["threshold"], options["top_n"], options["max_gap"]
 
-    assert limits_of(RerankerAdapter()) == ("native", None, 0)
-    assert limits_of(made) == (1.0, 3, 0)
-    assert limits_of(made, threshold=None) == (None, 3, 0)
-    assert limits_of(made, threshold=0.0, top_n=None) == (0.0, None, 0)
+    assert limits_of(RerankerAdapter()) == ("native", None, "native")
+    assert limits_of(made) == (1.0, 3, "native")
+    assert limits_of(made, threshold=None) == (None, 3, "native")
+    assert limits_of(made, threshold=0.0, top_n=None, max_gap=None) == (0.0, None, None)
     assert made._options({}) == {
         "threshold": 1.0,
+        "max_gap": "native",
+        "fallback": "native",
         "top_n": 3,
-        "min_docs": 0,
         "extract": "sentences",
         "context": 0,
         "heading": True,
@@ -489,15 +492,13 @@ def test_limits_of_a_call_replace_those_of_the_adapter_one_by_one():
         "long_queries": "cut",
     }
     with pytest.raises(
-        TypeError, match=r"Unknown argument: k\. A call takes threshold, top_n, min_docs"
+        TypeError, match=r"Unknown argument: k\. A call takes threshold, max_gap, fallback"
     ):
         made._options({"k": 3})
-    with pytest.raises(InputError, match="min_docs=4 asks for more documents than top_n=3"):
-        made._options({"min_docs": 4})
     for wrong in (
         {"top_n": 2.5},
         {"top_n": "3"},
-        {"min_docs": None},
+        {"max_gap": "1"},
         {"threshold": "0"},
         {"threshold": True},
     ):
@@ -647,7 +648,7 @@ async def test_with_base_url_a_service_is_asked_and_nothing_is_loaded_nor_queued
     assert await scores(made, QUERY, DOCUMENTS, threshold=None) == await scores(
         local, QUERY, DOCUMENTS, threshold=None
     )
-    assert await scores(made, QUERY, DOCUMENTS, threshold=99, min_docs=1) == dict(
+    assert await scores(made, QUERY, DOCUMENTS, threshold=99, fallback=Fallback(0, 99)) == dict(
         [max(expected.items(), key=lambda x: x[1])]
     )
     assert threads_of_models() <= before

@@ -10,7 +10,7 @@ from langchain_core.language_models.fake_chat_models import GenericFakeChatModel
 from langchain_core.messages import AIMessage, ToolMessage
 from langchain_core.tools import tool
 
-from rsrank_rag import Reranker
+from rsrank_rag import Fallback, Reranker
 from rsrank_rag.langchain import RSRankCompressor, create_rsrank_middleware
 
 TEXTS = ["-4 four", "1 one", "3 three"]
@@ -45,11 +45,13 @@ def fails(query: str) -> str:
     raise ValueError("the index is gone")
 
 
-async def answer(used, asynchronous, query="how many?", threshold="native", **options):
+async def answer(
+    used, asynchronous, query="how many?", threshold="native", fallback="native", **options
+):
     """The message of a tool in an agent that calls it once."""
     call = {"name": used.name, "args": {"query": query}, "id": "1", "type": "tool_call"}
     model = Scripted(messages=iter([AIMessage("", tool_calls=[call]), AIMessage("Done.")]))
-    compressor = RSRankCompressor(model=Numbers(), threshold=threshold)
+    compressor = RSRankCompressor(model=Numbers(), threshold=threshold, fallback=fallback)
     middleware = create_rsrank_middleware(compressor, **options)
     agent = create_agent(model, [search, plain, fails], middleware=[middleware])
     question = {"messages": [("user", "Tell me.")]}
@@ -69,6 +71,15 @@ async def test_what_a_retrieval_tool_returns_is_pruned_for_its_query(asynchronou
     assert (message.content, message.artifact) == ("No passage scored above the threshold.", [])
     message = await answer(search, asynchronous, threshold=5.0, nothing_relevant="Nothing.")
     assert message.content == "Nothing."
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+async def test_an_agent_reads_that_nothing_scored_above_the_threshold(asynchronous):
+    message = await answer(search, asynchronous, threshold=5.0, fallback=Fallback(1, 4))
+    assert message.content == (
+        "Nothing scored above the threshold. The nearest passages:\n\n3 three"
+    )
+    assert message.artifact[0].metadata["rsrank_weak"]
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

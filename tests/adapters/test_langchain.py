@@ -14,7 +14,7 @@ from langchain_core.documents import BaseDocumentCompressor, Document
 from langchain_core.retrievers import BaseRetriever
 from langchain_core.runnables import RunnableLambda, RunnablePassthrough
 
-from rsrank_rag import Reranker, RSRankError
+from rsrank_rag import Fallback, Reranker, RSRankError
 from rsrank_rag.errors import InputError, MissingDependencyError, ScoringError
 from rsrank_rag.evaluation.systems.bm25 import BM25
 from rsrank_rag.langchain import (
@@ -83,7 +83,7 @@ async def test_documents_below_zero_are_dropped_and_the_rest_is_sorted(compresso
         ({"threshold": None}, [3, 1, 0, -1]),
         ({"threshold": 2}, [3]),
         ({"threshold": 5}, []),
-        ({"threshold": 5, "min_docs": 2}, [3, 1]),
+        ({"threshold": 5, "fallback": Fallback(2, 9)}, [3, 1]),
         ({"top_n": 1}, [3]),
         ({"top_n": 9}, [3, 1]),
         ({"threshold": None, "top_n": 3}, [3, 1, 0]),
@@ -178,7 +178,7 @@ def test_a_system_without_a_native_threshold_needs_a_limit():
     given = [Document(text) for text in DOCUMENTS]
     with pytest.raises(InputError, match=r"bm25 has no native threshold.* threshold=None to rank"):
         RSRankCompressor(model="bm25").compress_documents(given, QUERY)
-    for limits in ({"top_n": 1}, {"threshold": 0.5, "min_docs": 1}, {"threshold": None}):
+    for limits in ({"top_n": 1}, {"max_gap": 0.1}, {"threshold": None}):
         assert (
             RSRankCompressor(model="bm25", **limits)
             .compress_documents(given, QUERY)[0]

@@ -26,7 +26,7 @@ from llama_index.core.schema import (
 )
 from pydantic import PrivateAttr
 
-from rsrank_rag import Reranker
+from rsrank_rag import Fallback, Reranker
 from rsrank_rag.errors import InputError, ScoringError
 from rsrank_rag.llama_index import RSRankPostprocessor
 
@@ -83,7 +83,7 @@ async def test_nodes_below_zero_are_dropped_and_the_rest_is_sorted(postprocessor
     [
         ({"threshold": None}, [3, 1, 0, -1]),
         ({"threshold": 5}, []),
-        ({"threshold": 5, "min_docs": 2}, [3, 1]),
+        ({"threshold": 5, "fallback": Fallback(2, 9)}, [3, 1]),
         ({"top_n": 1}, [3]),
         ({"top_n": 9}, [3, 1]),
     ],
@@ -295,7 +295,7 @@ def test_a_query_engine_over_a_real_embedding_hands_on_the_answer():
     assert len(kept) < 4
 
 
-def test_a_query_engine_with_nothing_left_does_not_ask_the_llm_unless_min_docs_says_so(index):
+def test_a_query_engine_asks_the_llm_only_if_a_node_is_left(index):
     class Never(Reranker):
         def score(self, query, documents):
             return [-1.0] * len(documents)
@@ -305,7 +305,7 @@ def test_a_query_engine_with_nothing_left_does_not_ask_the_llm_unless_min_docs_s
         return index.as_query_engine(llm=MockLLM(), node_postprocessors=[made]).query(QUERY)
 
     assert str(answer()) == "Empty Response"
-    assert len(answer(min_docs=1).source_nodes) == 1
+    assert answer(fallback=Fallback(0, 2)).source_nodes
 
 
 def test_both_frameworks_share_a_model_in_one_process(ranker):

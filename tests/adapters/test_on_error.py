@@ -207,7 +207,7 @@ async def test_nobody_listens_from_the_start(adapter, asynchronous):
 async def test_top_n_cuts_what_is_kept(adapter, asynchronous):
     broken = Failing(ScoringError("has no score.", 0))
     found = await process(
-        adapter(model=broken, on_error="keep", top_n=2, min_docs=1, threshold=9), asynchronous
+        adapter(model=broken, on_error="keep", top_n=2, threshold=9), asynchronous
     )
     assert [text for text, _, _ in found] == DOCUMENTS[:2]
 

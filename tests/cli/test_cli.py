@@ -23,8 +23,9 @@ from rsrank_rag.cli.options import catch_errors
 from rsrank_rag.cli.ranking import explanation_text, read_documents, result_text
 from rsrank_rag.errors import InputError
 from rsrank_rag.evaluation.datasets import LabelledDocument
-from rsrank_rag.evaluation.metrics import plain, rules
+from rsrank_rag.evaluation.metrics import rules
 from rsrank_rag.passages.explanation import Explanation
+from rsrank_rag.passages.rule import Rule, plain
 
 runner = CliRunner()
 
@@ -92,15 +93,18 @@ def test_a_title_is_read_before_the_text_as_in_labelled_files(artifact):
     assert {row["text"] for row in found["kept"] + found["dropped"]} == set(read)
 
 
-def test_threshold_top_n_min_docs_and_keep_all_are_passed_on(artifact, passages):
+def test_each_part_of_the_rule_is_passed_on(artifact, passages):
     assert rank_json(artifact, "-d", passages, "--threshold", "99")["kept"] == []
-    assert (
-        len(rank_json(artifact, "-d", passages, "--threshold", "99", "--min-docs", "2")["kept"])
-        == 2
-    )
-    everything = rank_json(artifact, "-d", passages, "--keep-all")
-    assert (everything["dropped"], everything["threshold"]) == ([], None)
-    assert len(rank_json(artifact, "-d", passages, "--keep-all", "--top-n", "1")["kept"]) == 1
+    weak = rank_json(artifact, "-d", passages, "--threshold", "99", "--fallback", "0,999")["kept"]
+    assert [row["weak"] for row in weak] == [True]
+    everything = rank_json(artifact, "-d", passages, "--threshold", "none")
+    assert (everything["dropped"], everything["rule"]["threshold"]) == ([], None)
+    best = rank_json(artifact, "-d", passages, "--threshold", "none", "--max-gap", "0")["kept"]
+    assert [row["index"] for row in best] == [everything["kept"][0]["index"]]
+    first = rank_json(artifact, "-d", passages, "--threshold", "none", "--top-n", "1")["kept"]
+    assert first == best
+    for wrong in (["--max-gap", "x"], ["--fallback", "1"], ["--fallback", "-1,2"]):
+        run("rank", "-m", artifact, "-q", QUERY, "-d", passages, *wrong, code=2)
 
 
 def test_names_that_look_like_markup_are_shown_as_they_are(artifact, passages, tmp_path):
@@ -118,12 +122,6 @@ def test_json_that_is_nested_too_deeply_is_an_error_of_its_line(artifact, tmp_pa
     assert "document 1: expected JSON" in said
 
 
-def test_keep_all_beside_a_threshold_is_an_error_and_neither_is_ignored(artifact, passages):
-    options = ["-m", artifact, "-q", QUERY, "-d", passages, "--keep-all", "--threshold", "0"]
-    result = run("rank", *options, code=2)
-    assert "--keep-all ranks without a threshold:" in result.stderr
-
-
 def test_no_documents_give_two_empty_lists(artifact):
     found = rank_json(artifact, "-d", "-", input="\n")
     assert (found["kept"], found["dropped"]) == ([], [])
@@ -132,7 +130,11 @@ def test_no_documents_give_two_empty_lists(artifact):
 def test_rank_takes_other_systems_by_name_with_their_own_threshold(passages):
     pytest.importorskip("bm25s")
     found = json.loads(run("rank", "-q", QUERY, "-m", "bm25", "-d", passages, "--json").stdout)
-    assert (found["threshold"], found["dropped"], found["kept"][0]["index"]) == (None, [], 0)
+    assert (found["rule"]["threshold"], found["dropped"], found["kept"][0]["index"]) == (
+        None,
+        [],
+        0,
+    )
 
 
 def test_explain_shows_that_a_blank_document_has_no_parts(artifact):
@@ -249,9 +251,9 @@ KEYS = [
 ]
 ALTERNATIVES = [
     f"{rule}_{part}"
-    for rule in rules(0.0)
+    for rule in rules(Rule(0.0))
     for part in ("f1", "left_with_nothing", "kept_per_query")
-    if rule != "tau"
+    if rule not in ("rule", "tau")
 ]
 
 

@@ -189,12 +189,9 @@ def test_a_heading_is_kept_and_not_scored():
     assert Hits().rank("q", ["a bee"], extract="sentences", heading=True).texts == ["a bee"]
 
 
-def test_without_a_threshold_all_sentences_stay_and_min_docs_keeps_the_best_one():
+def test_without_a_threshold_all_sentences_stay():
     ranked = Hits().rank("q", DOCUMENTS, extract="sentences", threshold=None)
     assert ranked.texts == [DOCUMENTS[0], DOCUMENTS[3], DOCUMENTS[1], DOCUMENTS[2]]
-    assert Hits().rank("q", DOCUMENTS, extract="sentences", threshold=9, min_docs=1).texts == [
-        "Two bees, one bee."
-    ]
 
 
 def test_equal_sentences_are_told_apart_by_their_places():
@@ -530,7 +527,7 @@ class TestService:
                     "context": 1,
                     "heading": True,
                     "threshold": 0.6,
-                    "min_docs": 3,
+                    "max_gap": 3,
                 },
                 {"extract": "sentences", "threshold": None},
                 {"long_documents": "windows"},

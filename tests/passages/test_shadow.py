@@ -7,7 +7,7 @@ import math
 import pytest
 from click.testing import CliRunner
 
-from rsrank_rag import RankedDocument, RankResult, Reranker
+from rsrank_rag import RankedDocument, RankResult, Reranker, Rule
 from rsrank_rag.cli import app
 from rsrank_rag.passages.shadow import log as log_shadow
 from rsrank_rag.passages.shadow import report
@@ -98,9 +98,9 @@ def test_the_report_adds_up_what_was_logged(caplog, tmp_path):
     of_langchain(mode="shadow", threshold=5.0)
     of_langchain(mode="shadow", threshold=None)
     # Nothing has text, and there is no threshold that anything could score above.
-    log_shadow(RankResult("q", None, (RankedDocument(0, " ", BLANK_SCORE),), ()))
+    log_shadow(RankResult("q", Rule(), (RankedDocument(0, " ", BLANK_SCORE),), ()))
     # Nothing is below minus infinity, which is a threshold like any other.
-    log_shadow(RankResult("q", -math.inf, (RankedDocument(0, "a", 1.0),), ()))
+    log_shadow(RankResult("q", Rule(-math.inf), (RankedDocument(0, "a", 1.0),), ()))
     log = tmp_path / "app.log"
     lines = [f"2026-01-01 {{app}} INFO {record.message}" for record in caplog.records]
     # A last line with neither a brace nor a line break.

@@ -23,7 +23,7 @@ pytest.importorskip("uvicorn")
 
 from stub_service import Overlap, Service, listening, talking
 
-from rsrank_rag import Reranker
+from rsrank_rag import Fallback, Reranker
 from rsrank_rag.errors import InputError, RemoteError, RSRankError, ScoringError
 from rsrank_rag.remote import connections, transport
 from rsrank_rag.remote.client import RemoteReranker
@@ -107,7 +107,7 @@ limits = st.fixed_dictionaries(
     optional={
         "threshold": st.none() | st.floats(-3, 3) | st.just("native"),
         "top_n": st.none() | st.integers(2, 5),
-        "min_docs": st.integers(0, 2),
+        "max_gap": st.none() | st.floats(0, 3) | st.just("native"),
     },
 )
 
@@ -612,7 +612,7 @@ async def test_a_service_that_drops_and_normalises_by_itself_still_gives_all_and
             {},
             {"threshold": None},
             {"threshold": -2.5, "top_n": 2},
-            {"threshold": 9, "min_docs": 1},
+            {"threshold": 9, "fallback": Fallback(1, 9)},
         ):
             found = await rank(
                 RemoteReranker(address), asynchronous, "q", ["1.5 a", "-2", "1", " 7"], **limits

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from rsrank_rag.reranker import BLANK_SCORE, Pair, Scored
+from rsrank_rag.reranker import BLANK_SCORE, Pair, Rule, Scored
 from rsrank_rag.service.app import AnyRerankRequest
 from rsrank_rag.service.backend import Description, Outcome
 from rsrank_rag.service.error_responses import RequestError, error_response, request_error
@@ -17,7 +17,7 @@ from rsrank_rag.service.schemas.common import Scores, normalise
 from rsrank_rag.service.schemas.others import RankingRequest, TextsRequest
 
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
-MODEL = Description("fake", 1.0, False)
+MODEL = Description("fake", Rule(1.0), False)
 
 
 def rerank(**fields):
@@ -38,8 +38,8 @@ def scored(request, found, **fields):
     return Scores(documents, found, MODEL, id="some-id", **fields)
 
 
-def answer(request, found, *, cutoff=None, normalised=False):
-    request = request.model_copy(update={"threshold": cutoff})
+def answer(request, found, *, normalised=False, **limits):
+    request = request.model_copy(update={"threshold": None, **limits})
     return request.answer(scored(request, found, normalised=normalised))
 
 
@@ -133,7 +133,8 @@ def test_unknown_fields_and_any_model_are_accepted():
         {"top_n": "five"},
         {"top_n": 1.5},
         {"top_n": -1},
-        {"top_n": 1, "min_docs": 2},
+        {"max_gap": -1},
+        {"fallback": {"max_gap": 1}},
         {"threshold": math.nan},
         {"threshold": math.inf},
         {"threshold": "mine"},
@@ -259,12 +260,12 @@ def test_a_document_that_was_cut_is_an_error_only_if_it_may_not_be(fields, may_b
 )
 def test_the_request_decides_what_is_dropped_and_else_the_service(fields, drop, expected):
     scores = Scores(["a", "b"], outcomes(1.0, 2.0), MODEL, drop=drop)
-    assert rerank(**fields).cutoff(scores) == expected
+    assert rerank(**fields).rule(scores).threshold == expected
 
 
 def test_the_native_threshold_of_a_model_without_one_is_refused():
     with pytest.raises(RequestError, match="fake has no native threshold"):
-        rerank(threshold="native").cutoff(Scores([], [], Description("fake", None, False)))
+        rerank(threshold="native").rule(Scores([], [], Description("fake", Rule(), False)))
 
 
 # Outcomes
@@ -310,7 +311,7 @@ def test_rows_are_sorted_by_the_raw_score_and_hold_what_was_asked_for(data):
     request = rerank(
         documents=[f"text {i}" for i in range(len(scores))], top_n=top_n, return_documents=True
     )
-    rows = answer(request, outcomes(*scores), cutoff=cutoff, normalised=normalised).results
+    rows = answer(request, outcomes(*scores), threshold=cutoff, normalised=normalised).results
 
     expected = sorted(
         (i for i, score in enumerate(scores) if cutoff is None or score > cutoff),
@@ -324,15 +325,16 @@ def test_rows_are_sorted_by_the_raw_score_and_hold_what_was_asked_for(data):
     ]
 
 
-def test_the_best_stay_even_below_the_threshold():
-    request = rerank(documents=["a", "b", "c"], min_docs=2)
-    assert [row.index for row in answer(request, outcomes(1, 3, 2), cutoff=5.0).results] == [1, 2]
+def test_rows_that_the_fallback_keeps_are_weak():
+    request = rerank(documents=["a", "b", "c"], fallback={"max_gap": 1.0, "max_depth": 9.0})
+    rows = answer(request, outcomes(1, 3, 2), threshold=5.0).results
+    assert [(row.index, row.weak) for row in rows] == [(1, True), (2, True)]
 
 
 def test_blank_documents_come_last_and_are_never_relevant():
     request = rerank(documents=[" ", "a", "b"])
     assert [row.index for row in answer(request, outcomes(0, -2, -1)).results] == [2, 1, 0]
-    assert [row.index for row in answer(request, outcomes(0, -2, -1), cutoff=-5.0).results] == [
+    assert [row.index for row in answer(request, outcomes(0, -2, -1), threshold=-5.0).results] == [
         2,
         1,
     ]

@@ -5,7 +5,15 @@ import time
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, FailFast, Field, FiniteFloat, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    FailFast,
+    Field,
+    FiniteFloat,
+    TypeAdapter,
+    model_validator,
+)
 from typing_extensions import Self
 
 from ...passages import shadow
@@ -17,6 +25,14 @@ from .common import Count, Flag, Scores, ScoringRequest, Text, TextObject, Usage
 
 # Documents that Cohere bills as one search. Nothing is billed here, but clients read the number.
 SEARCH_UNIT = 100
+
+
+def _fallback(value: Any) -> Any:
+    """A fallback of an object's fields: a strict model takes objects for its own models only."""
+    return TypeAdapter(Fallback).validate_python(value)
+
+
+FallbackField = Annotated[Fallback, BeforeValidator(_fallback)]
 
 
 class RerankedDocument(BaseModel, use_attribute_docstrings=True):
@@ -89,7 +105,7 @@ class RerankRequest(ScoringRequest):
     own; null for none. Without it the service's setting applies."""
     max_gap: FiniteFloat | Native | None = "native"
     """Leave out documents further below the best one; null for no gap."""
-    fallback: Fallback | Native | None = "native"
+    fallback: FallbackField | Native | None = "native"
     """What stays if no document scores above the threshold; null for nothing."""
     mode: Literal["drop", "shadow"] = "drop"
     """shadow: answer as if nothing were dropped, and log what would have been."""
