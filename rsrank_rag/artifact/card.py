@@ -21,7 +21,7 @@ def model_card(config: RSRankConfig) -> str:
     if is_hub_id(config.backbone.name):
         lines.append(f"base_model: {config.backbone.name}")
     usage = USAGE.read_text(encoding="utf-8")
-    lines.append(usage.replace("THRESHOLD", f"{config.threshold:g}"))
+    lines.append(usage.replace("RULE", str(config.rule)))
     lines += _description(config)
     lines += _metrics_table(config.training.metrics)
     return "\n".join(lines) + "\n"

@@ -9,7 +9,7 @@ from typing_extensions import Self
 
 from ..errors import ArtifactError, pip_install, problems_of
 from ..method.template import Template
-from ..passages.rule import Fallback
+from ..passages.rule import Fallback, Rule
 
 # The name of a language model that lies in the artifact's own folder.
 INSIDE = "./backbone"
@@ -88,6 +88,11 @@ class RSRankConfig(BaseModel, extra="forbid", frozen=True, ser_json_inf_nan="con
                 f"got {self.layers[0]}..{self.layers[-1]}"
             )
         return self
+
+    @property
+    def rule(self) -> Rule:
+        """The rule that decides which documents are kept."""
+        return Rule(self.threshold, self.max_gap, self.fallback)
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
