@@ -495,8 +495,9 @@ def test_the_model_card_tells_the_hub_and_the_reader_what_it_is():
     ):
         assert part in text
     assert "Two epochs." in text
-    assert "Documents above 0 are kept." in text
-    assert "Documents above -0.25 are kept." in model_card(config_with(threshold=-0.25))
+    assert "It keeps documents that score above zero." in text
+    moved = model_card(config_with(threshold=-0.25, max_gap=2.0))
+    assert "above threshold -0.25 and within 2 of the best." in moved
     assert "are loaded" not in text
     assert "4 layers, the first 3 are loaded)" in model_card(config_with(layers=(1, 2)))
     assert (
