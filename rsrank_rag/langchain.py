@@ -105,7 +105,7 @@ class RSRankCompressor(RerankerAdapter, BaseDocumentCompressor):
     ) -> list[Document]:
         """As `compress_documents`, without blocking the event loop.
 
-        A cancelled call leaves the model's queue.
+        A cancelled call leaves the model's queue, or ends before its next batch.
         """
         documents = list(documents)
         manager = get_async_callback_manager_for_config(ensure_config({"callbacks": callbacks}))

@@ -106,7 +106,9 @@ class RSRankPostprocessor(RerankerAdapter, BaseNodePostprocessor):
 
 def _copy_with(node: BaseNode, marks: dict[str, Any]) -> BaseNode:
     """A copy of a node with more metadata, which neither embeddings nor LLMs read."""
-    update: dict[str, Any] = {"metadata": {**without_marks(node.metadata), **marks}}
-    for name in ("excluded_embed_metadata_keys", "excluded_llm_metadata_keys"):
-        update[name] = list(dict.fromkeys([*getattr(node, name), *marks]))
+    update = {
+        "metadata": {**without_marks(node.metadata), **marks},
+        "excluded_embed_metadata_keys": [*node.excluded_embed_metadata_keys, *marks],
+        "excluded_llm_metadata_keys": [*node.excluded_llm_metadata_keys, *marks],
+    }
     return node.model_copy(update=update)

@@ -5,7 +5,6 @@ import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
-from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from operator import methodcaller
@@ -25,6 +24,7 @@ from pydantic import (
 )
 from typing_extensions import Self
 
+from ..cancellation import waiting
 from ..errors import InputError, RSRankError
 from ..language_model.options import LoadSettings, ModelSource, Name
 from ..passages import shadow
@@ -57,6 +57,7 @@ EXCERPTS, WINDOW = "rsrank_excerpts", "rsrank_window"
 TRUNCATED, ERROR = "rsrank_truncated", "rsrank_error"
 # That no document of the list scored above the threshold, and the fallback kept this one:
 WEAK = "rsrank_weak"
+MARKS = (EXCERPTS, WINDOW, TRUNCATED, ERROR, WEAK)
 
 DEFAULT_MODEL = "mini"
 SERVICE_SETTINGS = {"base_url", "api_key", "timeout", "max_retries"}
@@ -320,23 +321,25 @@ class RerankerAdapter(ModelAdapter):
         if not texts:
             return RankResult(query, Rule(), (), ())
         try:
-            future = self._start(query, texts, options)
-            try:
-                result = future.result()
-            finally:
-                # Has an effect only if the waiting was interrupted.
-                future.cancel()
+            with waiting():
+                future = self._start(query, texts, options)
+                try:
+                    result = future.result()
+                finally:
+                    # Has an effect only if the waiting was interrupted.
+                    future.cancel()
         except Exception as error:
             return self._unranked(error, query, texts, options["top_n"])
         return self._checked(result, options)
 
     async def _arank(self, query: str, texts: Sequence[str], limits: Limits) -> RankResult:
-        """As `_rank`, without blocking the event loop. A cancelled call leaves the queue."""
+        """As `_rank`, without blocking the event loop. A cancelled call ends at its next batch."""
         options = self._options(limits)
         if not texts:
             return RankResult(query, Rule(), (), ())
         try:
-            result = await asyncio.wrap_future(self._start(query, texts, options))
+            with waiting():
+                result = await asyncio.wrap_future(self._start(query, texts, options))
         except Exception as error:
             return self._unranked(error, query, texts, options["top_n"])
         return self._checked(result, options)
@@ -414,8 +417,5 @@ class RerankerAdapter(ModelAdapter):
 
 
 def without_marks(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """A deep copy of metadata that a store may still hold, without the marks of an earlier call."""
-    copied = deepcopy(dict(metadata))
-    for mark in (WEAK, TRUNCATED, ERROR, EXCERPTS, WINDOW):
-        copied.pop(mark, None)
-    return copied
+    """A copy of metadata without the marks of an earlier call. It shares the values."""
+    return {name: value for name, value in metadata.items() if name not in MARKS}

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from ..cancellation import check_cancelled
+
 logger = logging.getLogger(__name__)
 
 Ids = tuple[int, ...]
@@ -79,6 +81,7 @@ class Batches(Generic[Item]):
 
     def __iter__(self) -> Iterator[list[Item]]:
         while self.waiting:
+            check_cancelled()
             retries = self.retries
             self._size = self._next_size()
             yield self.waiting[-self._size :]

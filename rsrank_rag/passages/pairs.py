@@ -5,6 +5,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from ..cancellation import check_cancelled
 from ..errors import ScoringError
 from .parts import (
     SEGMENT,
@@ -95,6 +96,7 @@ def spans_of(pair: Pair, token_ends: TokenEnds) -> list[Span]:
     spans: list[Span] = []
     segment = None
     while segment is None or not segment.is_last:
+        check_cancelled()
         segment = cut(pair, token_ends, segment)
         spans += segment.spans
     return spans

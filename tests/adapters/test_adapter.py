@@ -27,6 +27,7 @@ from rsrank_rag.errors import ArtifactError, InputError, RemoteError
 from rsrank_rag.evaluation.datasets import LabelledDocument
 from rsrank_rag.language_model.options import LoadOptions, ModelSource
 from rsrank_rag.language_model.weights import bits_of
+from rsrank_rag.method.scoring import score_rows
 
 pytest.importorskip("langchain_core")
 pytest.importorskip("llama_index.core")
@@ -453,6 +454,29 @@ async def test_a_cancelled_call_gives_up_its_place_in_the_queue(adapter):
     assert reranker.calls == 2
 
 
+@both
+async def test_a_cancelled_call_that_runs_ends_before_its_next_batch(adapter, ranker, monkeypatch):
+    parts = (ranker.backbone, ranker.prompts, ranker.projection, ranker.config)
+    made = adapter(model=RSRank(*parts, token_budget=1, prefix_cache=False), threshold=None)
+    begun, gate, batches = threading.Event(), threading.Event(), []
+
+    def gated(reader, projection, batch):
+        batches.append(batch)
+        begun.set()
+        assert gate.wait(60)
+        return score_rows(reader, projection, batch)
+
+    monkeypatch.setattr("rsrank_rag.rsrank.score_rows", gated)
+    call = asyncio.create_task(scores(made, QUERY, DOCUMENTS))
+    await until_async(begun.is_set)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    gate.set()
+    assert len(await scores(made, QUERY, DOCUMENTS[:1])) == 1
+    assert len(batches) == 2
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_forked_process_can_go_on_using_an_adapter():
@@ -597,6 +621,21 @@ def test_a_title_in_the_metadata_is_read_before_the_text_in_the_form_of_the_trai
     ]
     labelled = LabelledDocument(id="0", text="Coins and notes.", title="Money", relevant=True)
     assert read_by(adapter, passages[0]) == [labelled.content()]
+
+
+@both
+def test_metadata_may_hold_what_cannot_be_copied_and_come_back_as_they_are(adapter):
+    # A lock cannot be copied; an embedding would take time to copy.
+    metadata = {"connection": threading.Lock(), "embedding": [0.0] * 1536}
+    made = adapter(model=Recorder())
+    if adapter is RSRankCompressor:
+        found = made.compress_documents([Document("text", metadata=metadata)], QUERY)[0].metadata
+    else:
+        nodes = [NodeWithScore(node=TextNode(text="text", metadata=metadata))]
+        found = made.postprocess_nodes(nodes, query_str=QUERY)[0].node.metadata
+    assert found["connection"] is metadata["connection"]
+    assert found["embedding"] is metadata["embedding"]
+    assert "relevance_score" not in metadata
 
 
 @both

@@ -121,7 +121,7 @@ def test_the_input_is_left_alone():
     before = [scored.model_copy(deep=True) for scored in given]
     hashes = [scored.node.hash for scored in given]
     found = RSRankPostprocessor(model=Numbers()).postprocess_nodes(given, query_str="q")
-    found[0].node.metadata["tags"].append("changed")
+    found[0].node.metadata["tags"] = "changed"
     assert given == before
     assert [scored.node.hash for scored in given] == hashes
     assert [scored.score for scored in given] == [0.5, 1.5]
