@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from difflib import get_close_matches
 from importlib import import_module
+from numbers import Integral
 from textwrap import shorten
 from typing import Any
 
@@ -72,8 +73,22 @@ def finite(score: float, index: int) -> float:
 
 def check_count(name: str, value: Any, least: int) -> None:
     """InputError if a value is not a whole number of at least ``least``; ``name`` is its name."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         raise InputError(f"{name} must be a whole number of at least {least}, got {value!r}.")
+
+
+def check_text(name: str, value: Any) -> None:
+    """InputError if a value is not text; ``name`` is what the error calls it."""
+    if not isinstance(value, str):
+        raise InputError(f"{name} must be a string, got {type(value).__name__}.")
+
+
+def check_names(function: str, names: Iterable[str], known: Iterable[str]) -> None:
+    """TypeError for a keyword that a function does not take; it names the one that was meant."""
+    for name in names:
+        if name not in known:
+            suggestion = nearest(name, known) or f" It takes {', '.join(known)}."
+            raise TypeError(f"{function} has no argument {name!r}.{suggestion}")
 
 
 def check_choice(name: str, value: Any, *choices: Any) -> None:

@@ -1,15 +1,19 @@
 """LangChain: a document compressor that drops irrelevant documents, and a retriever around it."""
 
 import inspect
+import logging
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
 from pydantic import BaseModel, Field
 from typing_extensions import Unpack
 
-from .adapters.settings import WEAK, RerankerAdapter, without_marks
-from .errors import needs
+from .adapters.settings import WEAK, RerankerAdapter, Unranked, without_marks
+from .errors import InputError, nearest, needs
+from .passages.documents import InputDocument
+from .passages.titles import lines_before
 from .reranker import Limits, RankResult
 
 with needs("rsrank_rag.langchain needs langchain-core.", "langchain", "langchain_core"):
@@ -20,13 +24,15 @@ with needs("rsrank_rag.langchain needs langchain-core.", "langchain", "langchain
     )
     from langchain_core.documents import BaseDocumentCompressor, Document
     from langchain_core.messages import ToolMessage
+    from langchain_core.prompts import BasePromptTemplate, format_document
     from langchain_core.retrievers import BaseRetriever, RetrieverLike
     from langchain_core.runnables.config import (
         ensure_config,
         get_async_callback_manager_for_config,
         get_callback_manager_for_config,
     )
-    from langchain_core.tools import StructuredTool
+    from langchain_core.tools import BaseTool, StructuredTool
+    from langchain_core.tools.retriever import RetrieverInput
 
 __all__ = [
     "RSRankCompressor",
@@ -34,6 +40,8 @@ __all__ = [
     "create_rsrank_middleware",
     "create_rsrank_tool",
 ]
+
+logger = logging.getLogger(__name__)
 
 # A keyword this similar to a limit's name is a misspelling of it: `treshold` is, and
 # `score_threshold`, which vector stores take, is not.
@@ -88,7 +96,7 @@ class RSRankCompressor(RerankerAdapter, BaseDocumentCompressor):
             None, {"query": query, "documents": documents}, name=type(self).__name__
         )
         try:
-            result = self._rank(query, self._read(documents), limits)
+            result = self._rank(query, self._read(documents), limits, str(run.run_id))
             compressed = self._copies(documents, result)
         except BaseException as error:
             run.on_chain_error(error)
@@ -113,7 +121,7 @@ class RSRankCompressor(RerankerAdapter, BaseDocumentCompressor):
             None, {"query": query, "documents": documents}, name=type(self).__name__
         )
         try:
-            result = await self._arank(query, self._read(documents), limits)
+            result = await self._arank(query, self._read(documents), limits, str(run.run_id))
             compressed = self._copies(documents, result)
         except BaseException as error:
             await run.on_chain_error(error)
@@ -121,9 +129,21 @@ class RSRankCompressor(RerankerAdapter, BaseDocumentCompressor):
         await run.on_chain_end(self._traced(result, compressed))
         return compressed
 
-    def _read(self, documents: Sequence[Document]) -> list[str]:
-        """The texts that a reranker reads."""
-        return self._texts([(document.metadata, document.page_content) for document in documents])
+    def _read(self, documents: Sequence[Document]) -> list[InputDocument]:
+        """What a reranker gets of documents.
+
+        Raises:
+            InputError: An entry is no document, as where the arguments are swapped.
+        """
+        read = []
+        for place, document in enumerate(documents):
+            if not isinstance(document, Document):
+                raise InputError(
+                    f"Document {place} is of type {type(document).__name__}, not a LangChain "
+                    "Document. Call compress_documents([Document(text), ...], query)."
+                )
+            read.append(InputDocument(document.page_content, document.id, document.metadata))
+        return read
 
     def _traced(self, result: RankResult, compressed: list[Document]) -> dict[str, Any]:
         """The outputs of a call's run in LangChain's callbacks."""
@@ -136,12 +156,12 @@ class RSRankCompressor(RerankerAdapter, BaseDocumentCompressor):
 
     def _copies(self, documents: Sequence[Document], result: RankResult) -> list[Document]:
         copies = []
-        for output in self._outputs(result, [document.page_content for document in documents]):
-            document = documents[output.index]
-            metadata = {**without_marks(document.metadata), **output.marks}
-            if output.score is not None:
-                metadata[self.score_key] = output.score
-            update = {"page_content": output.text, "metadata": metadata}
+        for ranked in result.kept:
+            document = documents[ranked.index]
+            metadata = {**without_marks(document.metadata), **self._marks(result, ranked)}
+            if not isinstance(result, Unranked):
+                metadata[self.score_key] = ranked.score
+            update = {"page_content": ranked.extract, "metadata": metadata}
             copies.append(document.model_copy(update=update))
         return copies
 
@@ -208,23 +228,51 @@ class ToolInput(BaseModel):
     query: str = Field(description="What to look up, as a question.")
 
 
+@dataclass(frozen=True, slots=True)
+class ToolText:
+    """How documents become the text that an agent reads; see `create_rsrank_tool`."""
+
+    document_prompt: BasePromptTemplate[str] | None
+    nothing_relevant: str
+    weak_only: str
+    separator: str
+
+    def of(self, documents: Sequence[Document]) -> str:
+        """The text for these documents."""
+        texts = [self._one(document) for document in documents]
+        if any(document.metadata.get(WEAK) for document in documents):
+            texts.insert(0, self.weak_only)
+        return self.separator.join(texts) or self.nothing_relevant
+
+    def _one(self, document: Document) -> str:
+        if self.document_prompt is not None:
+            return format_document(document, self.document_prompt)
+        text = document.page_content
+        return lines_before(text, document.metadata, ("title",)) + text
+
+
 def create_rsrank_tool(
     retriever: RetrieverLike,
     name: str,
     description: str,
     *,
+    document_prompt: BasePromptTemplate[str] | None = None,
     nothing_relevant: str = NOTHING_RELEVANT,
     weak_only: str = WEAK_ONLY,
     separator: str = "\n\n",
 ) -> StructuredTool:
     """A tool with which an agent looks something up and gets the relevant passages only.
 
-    The tool's content is the text of the relevant documents, and its artifact the documents.
+    The tool's content is the text of the relevant documents, and its artifact the documents with
+    their ids.
 
     Args:
         retriever: An `RSRankRetriever`. Another retriever gets a default `RSRankCompressor`.
         name: The tool's name, for the agent.
         description: What can be looked up, for the agent.
+        document_prompt: How a document is written, as in LangChain's ``create_retriever_tool``,
+            such as ``PromptTemplate.from_template("{source}: {page_content}")``. By default the
+            title on a line, if there is one, and then the text.
         nothing_relevant: The content if no document is kept.
         weak_only: Stands before the documents if no document scored above the threshold and the
             fallback kept these.
@@ -232,15 +280,15 @@ def create_rsrank_tool(
     """
     if not isinstance(retriever, RSRankRetriever):
         retriever = RSRankRetriever(base_retriever=retriever)
-
-    def answer(documents: list[Document]) -> tuple[str, list[Document]]:
-        return _tool_text(documents, nothing_relevant, weak_only, separator), documents
+    text = ToolText(document_prompt, nothing_relevant, weak_only, separator)
 
     def look_up(query: str, callbacks: Callbacks = None) -> tuple[str, list[Document]]:
-        return answer(retriever.invoke(query, {"callbacks": callbacks}))
+        documents = retriever.invoke(query, {"callbacks": callbacks})
+        return text.of(documents), documents
 
     async def alook_up(query: str, callbacks: Callbacks = None) -> tuple[str, list[Document]]:
-        return answer(await retriever.ainvoke(query, {"callbacks": callbacks}))
+        documents = await retriever.ainvoke(query, {"callbacks": callbacks})
+        return text.of(documents), documents
 
     return StructuredTool(
         name=name,
@@ -252,14 +300,50 @@ def create_rsrank_tool(
     )
 
 
-def _tool_text(
-    documents: Sequence[Document], nothing_relevant: str, weak_only: str, separator: str
-) -> str:
-    """What an agent reads of a tool's documents."""
-    texts = [document.page_content for document in documents]
-    if any(document.metadata.get(WEAK) for document in documents):
-        texts.insert(0, weak_only)
-    return separator.join(texts) or nothing_relevant
+class Pruning:
+    """Prunes the answers of an agent's tools; see `create_rsrank_middleware`."""
+
+    def __init__(self, tools: Sequence[str], query_key: str, text: ToolText) -> None:
+        self.tools = tools
+        self.query_key = query_key
+        self.text = text
+        self._unchecked = set(tools)
+
+    def check_tools(self, request: Any) -> None:
+        """Warn once of names that no tool of the agent has."""
+        names = {tool.name for tool in request.tools if isinstance(tool, BaseTool)}
+        for name in sorted(self._unchecked - names):
+            logger.warning(
+                "The answers of the tool %r are to be pruned, and the agent lacks it.%s",
+                name,
+                nearest(name, names),
+            )
+        self._unchecked.clear()
+
+    def passages(self, request: Any, message: Any) -> list[Document]:
+        """The passages of a tool's answer; empty if the answer is not to be pruned."""
+        is_named = request.tool_call["name"] in self.tools
+        is_other = bool(self.tools) and not is_named
+        if not isinstance(message, ToolMessage) or is_other or not self.query(request).strip():
+            return []
+        artifact = message.artifact
+        if isinstance(artifact, list) and all(isinstance(one, Document) for one in artifact):
+            return artifact
+        tool = request.tool
+        is_retriever = isinstance(tool, BaseTool) and tool.args_schema is RetrieverInput
+        if message.status == "error" or not (is_named or is_retriever):
+            return []
+        return [Document(text) for text in message.text.split(self.text.separator)]
+
+    def query(self, request: Any) -> str:
+        """The query of a tool's call; empty if it has none."""
+        query = request.tool_call["args"].get(self.query_key)
+        return query if isinstance(query, str) else ""
+
+    def answer(self, message: ToolMessage, documents: list[Document]) -> ToolMessage:
+        """A tool's answer with these documents instead of its own."""
+        update = {"content": self.text.of(documents), "artifact": documents}
+        return message.model_copy(update=update)
 
 
 def create_rsrank_middleware(
@@ -267,20 +351,24 @@ def create_rsrank_middleware(
     *,
     tools: Sequence[str] = (),
     query_key: str = "query",
+    document_prompt: BasePromptTemplate[str] | None = None,
     nothing_relevant: str = NOTHING_RELEVANT,
     weak_only: str = WEAK_ONLY,
     separator: str = "\n\n",
 ) -> Any:
     """A middleware for LangChain's agents that drops irrelevant passages of retrieval tools.
 
-    The middleware changes a tool message whose artifact is a list of documents. It keeps the
-    documents that are relevant to the query that the agent gave to the tool. Other messages stay as
-    they are, and so do answers to a blank query.
+    The middleware changes the answers of tools that return a list of documents as their artifact,
+    and of tools that LangChain's ``create_retriever_tool`` made. It keeps the documents that are
+    relevant to the query that the agent gave to the tool. If an answer is text alone, its passages
+    are pruned. Other messages stay as they are, and so do answers to a blank query.
 
     Args:
         compressor: Keeps the relevant documents; by default an `RSRankCompressor`.
-        tools: Names of tools without an artifact whose text is pruned, too, passage by passage.
+        tools: Names of the tools whose answers are pruned, whether text or documents; by default
+            all retrieval tools. If the agent lacks a tool of such a name, the log has a warning.
         query_key: The tool's argument with the query.
+        document_prompt: As in `create_rsrank_tool`.
         nothing_relevant: The content if no document is kept.
         weak_only: As in `create_rsrank_tool`.
         separator: Stands between passages.
@@ -292,46 +380,47 @@ def create_rsrank_middleware(
     with needs(message, "", "langchain"):
         from langchain.agents.middleware import AgentMiddleware
     keeper = compressor or RSRankCompressor()
-
-    def passages(request: Any, message: Any) -> list[Document]:
-        """The passages of a tool's answer; empty if the answer is not to be pruned."""
-        query = request.tool_call["args"].get(query_key)
-        has_query = isinstance(query, str) and query.strip()
-        if not isinstance(message, ToolMessage) or not has_query:
-            return []
-        artifact = message.artifact
-        if isinstance(artifact, list) and all(isinstance(one, Document) for one in artifact):
-            return artifact
-        if request.tool_call["name"] not in tools or message.status == "error":
-            return []
-        return [Document(text) for text in message.text.split(separator)]
-
-    def pruned(message: ToolMessage, documents: list[Document]) -> ToolMessage:
-        text = _tool_text(documents, nothing_relevant, weak_only, separator)
-        update = {"content": text, "artifact": documents}
-        return message.model_copy(update=update)
+    text = ToolText(document_prompt, nothing_relevant, weak_only, separator)
+    pruning = Pruning(tools, query_key, text)
 
     class RSRankMiddleware(AgentMiddleware):  # type: ignore[misc, unused-ignore]
         """See `create_rsrank_middleware`."""
 
+        @property
+        def name(self) -> str:
+            """The class and the tools, because an agent refuses two middlewares of one name."""
+            return f"RSRankMiddleware[{', '.join(tools)}]" if tools else "RSRankMiddleware"
+
+        def wrap_model_call(self, request: Any, handler: Callable[[Any], Any]) -> Any:
+            """Check the names of tools."""
+            pruning.check_tools(request)
+            return handler(request)
+
+        async def awrap_model_call(
+            self, request: Any, handler: Callable[[Any], Awaitable[Any]]
+        ) -> Any:
+            """As `wrap_model_call`."""
+            pruning.check_tools(request)
+            return await handler(request)
+
         def wrap_tool_call(self, request: Any, handler: Callable[[Any], Any]) -> Any:
             """Run a tool and prune its answer."""
             message = handler(request)
-            documents = passages(request, message)
+            documents = pruning.passages(request, message)
             if not documents:
                 return message
-            query = request.tool_call["args"][query_key]
-            return pruned(message, keeper.compress_documents(documents, query))
+            kept = keeper.compress_documents(documents, pruning.query(request))
+            return pruning.answer(message, kept)
 
         async def awrap_tool_call(
             self, request: Any, handler: Callable[[Any], Awaitable[Any]]
         ) -> Any:
             """As `wrap_tool_call`, without blocking the event loop."""
             message = await handler(request)
-            documents = passages(request, message)
+            documents = pruning.passages(request, message)
             if not documents:
                 return message
-            query = request.tool_call["args"][query_key]
-            return pruned(message, await keeper.acompress_documents(documents, query))
+            kept = await keeper.acompress_documents(documents, pruning.query(request))
+            return pruning.answer(message, kept)
 
     return RSRankMiddleware()

@@ -6,12 +6,14 @@ from pydantic import model_validator
 
 from .adapters.settings import RerankerAdapter, Unranked, without_marks
 from .errors import InputError, needs
+from .passages.documents import InputDocument
 from .reranker import RankResult
 
 with needs("rsrank_rag.llama_index needs llama-index-core.", "llama-index", "llama_index"):
     from llama_index.core.instrumentation import get_dispatcher
     from llama_index.core.instrumentation.events.exception import ExceptionEvent
     from llama_index.core.instrumentation.events.rerank import ReRankEndEvent, ReRankStartEvent
+    from llama_index.core.instrumentation.span import active_span_id
     from llama_index.core.postprocessor.types import BaseNodePostprocessor
     from llama_index.core.schema import BaseNode, NodeWithScore, QueryBundle
 
@@ -54,7 +56,7 @@ class RSRankPostprocessor(RerankerAdapter, BaseNodePostprocessor):
         query = self._query(nodes, query_bundle)
         output: list[NodeWithScore] = []
         try:
-            result = self._rank(query, self._read(nodes), {})
+            result = self._rank(query, self._read(nodes), {}, active_span_id.get())
             output = self._copies(nodes, result)
         finally:
             dispatcher.event(ReRankEndEvent(nodes=output))
@@ -67,7 +69,7 @@ class RSRankPostprocessor(RerankerAdapter, BaseNodePostprocessor):
         query = self._query(nodes, query_bundle)
         output: list[NodeWithScore] = []
         try:
-            result = await self._arank(query, self._read(nodes), {})
+            result = await self._arank(query, self._read(nodes), {}, active_span_id.get())
             output = self._copies(nodes, result)
         finally:
             dispatcher.event(ReRankEndEvent(nodes=output))
@@ -83,23 +85,24 @@ class RSRankPostprocessor(RerankerAdapter, BaseNodePostprocessor):
         dispatcher.event(start)
         return query
 
-    def _read(self, nodes: list[NodeWithScore]) -> list[str]:
-        """The texts that a reranker reads."""
-        return self._texts([(scored.node.metadata, scored.node.get_content()) for scored in nodes])
+    def _read(self, nodes: list[NodeWithScore]) -> list[InputDocument]:
+        """What a reranker gets of nodes."""
+        read = []
+        for scored in nodes:
+            node = scored.node
+            read.append(InputDocument(node.get_content(), node.node_id, node.metadata))
+        return read
 
     def _copies(self, nodes: list[NodeWithScore], result: RankResult) -> list[NodeWithScore]:
         if isinstance(result, Unranked):
             dispatcher.event(ExceptionEvent(exception=result.error))
-        texts = [scored.node.get_content() for scored in nodes]
         copies = []
-        for output in self._outputs(result, texts):
-            retrieved = nodes[output.index]
-            node = _copy_with(retrieved.node, output.marks)
-            if output.text != texts[output.index]:
-                node.set_content(output.text)
-            score = output.score
-            if score is None:
-                score = retrieved.score
+        for ranked in result.kept:
+            retrieved = nodes[ranked.index]
+            node = _copy_with(retrieved.node, self._marks(result, ranked))
+            if ranked.excerpts:
+                node.set_content(ranked.extract)
+            score = retrieved.score if isinstance(result, Unranked) else ranked.score
             copies.append(NodeWithScore(node=node, score=score))
         return copies
 

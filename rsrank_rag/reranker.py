@@ -1,12 +1,14 @@
 """The contract of every reranker: implement ``score``, and inherit ``rank``."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from typing_extensions import Self, Unpack
 
-from .errors import InputError, ScoringError, check_choice, check_count
+from .errors import InputError, ScoringError, check_choice, check_count, check_names, check_text
+from .passages.documents import DocumentLike, InputDocument, as_documents
 from .passages.pairs import Pair, parts_of, score_in_parts, spans_of
 from .passages.parts import WHOLE, LongDocuments, Reading, ReadingOptions
 from .passages.ranked import RankedDocument, RankResult, Scored, blanks_last, choose
@@ -41,10 +43,106 @@ LongQueries = Literal["cut", "error"]
 """What happens to a query that is too long: read its first and last part, or raise InputError."""
 
 
+Scale = Literal["raw", "normalised"]
+"""Scores as the model gives them, or between 0 and 1; 0.5 is the native threshold."""
+
+
 class RankOptions(Limits, ReadingOptions, total=False):
     """All options of `Reranker.rank`."""
 
     long_queries: LongQueries
+    metadata_fields: Sequence[str]
+    scores: Scale
+
+
+@dataclass(frozen=True, slots=True)
+class RankCall:
+    """The checked arguments of one call of `Reranker.rank`.
+
+    Attributes:
+        query: The query.
+        documents: The documents as the caller passed them.
+        texts: What is read of each: the text, after the title and other metadata.
+        reading: How the texts are read.
+        options: The arguments that the caller has set.
+    """
+
+    query: str
+    documents: Sequence[InputDocument]
+    texts: Sequence[str]
+    reading: Reading
+    options: RankOptions
+
+    @classmethod
+    def of(
+        cls,
+        query: str,
+        documents: Iterable[DocumentLike],
+        options: RankOptions,
+        long_documents: LongDocuments = "cut",
+    ) -> Self:
+        """Check arguments. ``long_documents`` is the reranker's default.
+
+        Raises:
+            InputError: An argument out of range, or input that is not text.
+            TypeError: There is no such argument.
+        """
+        check_names("rank", options, RankOptions.__annotations__)
+        check_text("A query", query)
+        check_choice("long_queries", options.get("long_queries", "cut"), "cut", "error")
+        check_choice("scores", options.get("scores", "raw"), "raw", "normalised")
+        # A limit that is out of range is an error before anything is scored.
+        Rule(threshold=0.0).with_limits(options)
+        reading = Reading.of(options, long_documents)
+        read = as_documents(documents)
+        return cls(query, read, texts_of(read, reading, options), reading, options)
+
+    def result(
+        self, scored: Sequence[Scored], native: Rule, *, query_truncated: bool
+    ) -> RankResult:
+        """The documents of the caller with their scores, kept or dropped by the rule.
+
+        Args:
+            scored: One for each text.
+            native: The reranker's own rule.
+            query_truncated: See `RankResult`.
+
+        Raises:
+            ScoringError: A document has no finite score; its position is given.
+        """
+        rule = native.with_limits(self.options)
+        result = choose(
+            self.query,
+            self.texts,
+            scored,
+            rule,
+            reading=self.reading,
+            query_truncated=query_truncated,
+        )
+        kept = tuple(self._own(document) for document in result.kept)
+        dropped = tuple(self._own(document) for document in result.dropped)
+        result = replace(result, kept=kept, dropped=dropped)
+        if self.options.get("scores") == "normalised":
+            result = result.normalised(native.threshold)
+        return result
+
+    def _own(self, document: RankedDocument) -> RankedDocument:
+        """A document with the text of the caller, which metadata may have preceded."""
+        own = self.documents[document.index]
+        window = document.window
+        if window is not None:
+            before = len(document.text) - len(own.text)
+            start, end = max(window.start - before, 0), max(window.end - before, 0)
+            window = replace(window, start=start, end=end)
+        return replace(document, text=own.text, window=window, id=own.id, metadata=own.metadata)
+
+
+def texts_of(
+    documents: Iterable[InputDocument], reading: Reading, options: RankOptions
+) -> list[str]:
+    """What is read of each document. With ``extract``, each sentence is read by itself."""
+    fields = () if reading.extract else options.get("metadata_fields", ("title",))
+    return [document.read(fields) for document in documents]
 
 
 class Reranker(ABC):
@@ -145,14 +243,8 @@ class Reranker(ABC):
     def rank(
         self,
         query: str,
-        documents: Sequence[str],
-        *,
-        threshold: float | Native | None = "native",
-        max_gap: float | Native | None = "native",
-        fallback: Fallback | Native | None = "native",
-        top_n: int | None = None,
-        long_queries: LongQueries = "cut",
-        **options: Unpack[ReadingOptions],
+        documents: Iterable[DocumentLike],
+        **options: Unpack[RankOptions],
     ) -> RankResult:
         """Sort documents by score and keep the relevant ones.
 
@@ -160,44 +252,41 @@ class Reranker(ABC):
 
         Args:
             query: The question.
-            documents: Texts. Equal scores keep their order. Texts of white space come last and
-                never pass a threshold.
-            threshold: Keep documents that score above it; by default this reranker's own (0 for
-                RSRank). None keeps all: ranking alone.
-            max_gap: Of these, keep documents at most so far below the best one; by default this
-                reranker's own. None for no gap.
-            fallback: What is kept if no document scores above the threshold; by default this
-                reranker's own. Such documents are `RankedDocument.weak`. None for nothing.
-            top_n: Keep at most this many, the best ones.
-            long_queries: "cut": of a query that is too long for the model, read the first and the
-                last part, and say so in `RankResult.query_truncated`. "error": raise InputError.
-            **options: How documents are read: ``extract``, ``context``, ``heading``,
-                ``long_documents``; see `Reading`.
+            documents: Texts, or dictionaries or objects with a text; see `DocumentLike`. Their ids
+                and metadata come back. Equal scores keep their order. Texts of white space come
+                last and never pass a threshold.
+            **options: These keywords:
+
+                - ``threshold``: Keep documents that score above it; by default this reranker's own
+                  (0 for RSRank). None keeps all: ranking alone.
+                - ``max_gap``: Of these, keep documents at most so far below the best one; by
+                  default this reranker's own. None for no gap.
+                - ``fallback``: What is kept if no document scores above the threshold; by default
+                  this reranker's own. Such documents are `RankedDocument.weak`. None for nothing.
+                - ``top_n``: Keep at most this many, the best ones.
+                - ``long_queries``: "cut" (default): of a query that is too long for the model, read
+                  the first and the last part, and say so in `RankResult.query_truncated`. "error":
+                  raise InputError.
+                - ``metadata_fields``: Metadata that are read before the text, one value a line;
+                  by default the title. A title that is none (a file name) is not read.
+                - ``scores``: "raw" (default), or "normalised": between 0 and 1, where 0.5 is the
+                  native threshold. Limits are always raw.
+                - ``extract``, ``context``, ``heading``, ``long_documents``, ``max_characters``: how
+                  documents are read; see `Reading`.
 
         Raises:
             InputError: An argument out of range, or input that is not text.
             ScoringError: A document has no finite score; it is named, and nothing is returned.
+            TypeError: There is no such argument.
         """
-        check_text("A query", query)
-        documents = as_list(documents)
-        reading = Reading.of(options, self.long_documents)
-        limits = Limits(threshold=threshold, max_gap=max_gap, fallback=fallback, top_n=top_n)
-        rule = self.native_rule.with_limits(limits)
-        check_choice("long_queries", long_queries, "cut", "error")
-        read = self.fit_query(query) if long_queries == "cut" else query
-        pairs = self._pairs(read, documents, reading)
+        call = RankCall.of(query, documents, options, self.long_documents)
+        read = query if options.get("long_queries") == "error" else self.fit_query(query)
+        pairs = self._pairs(read, call.texts, call.reading)
         if all(pair.reading == WHOLE for pair in pairs):
             scored = self.score_pairs(pairs)
         else:
             scored = score_in_parts(pairs, self.token_ends, self.score_pairs)
-        return choose(
-            query,
-            documents,
-            scored,
-            rule,
-            reading=reading,
-            query_truncated=read != query,
-        )
+        return call.result(scored, self.native_rule, query_truncated=read != query)
 
     @property
     def native_rule(self) -> Rule:
@@ -211,14 +300,18 @@ class Reranker(ABC):
         """
         return query
 
-    def parts(self, documents: Sequence[str], **options: Unpack[ReadingOptions]) -> list[str]:
+    def parts(
+        self, documents: Iterable[DocumentLike], **options: Unpack[ReadingOptions]
+    ) -> list[str]:
         """The texts that `rank` scores for documents, each once, for `RSRank.index`.
 
         Texts of white space are left out, because they get `BLANK_SCORE` without the model.
         """
+        check_names("parts", options, ReadingOptions.__annotations__)
         reading = Reading.of(options, self.long_documents)
         parts = dict[str, None]()
-        for pair in self._pairs("", as_list(documents), reading):
+        texts = texts_of(as_documents(documents), reading, {})
+        for pair in self._pairs("", texts, reading):
             for part in parts_of(pair, spans_of(pair, self.token_ends)):
                 if part.document.strip():
                     parts[part.document] = None
@@ -266,29 +359,13 @@ def by_query(pairs: Sequence[Pair]) -> dict[str, list[int]]:
     return places
 
 
-def as_list(documents: Iterable[str]) -> list[str]:
-    """Documents of any iterable as a list.
+def as_list(documents: Iterable[DocumentLike]) -> list[str]:
+    """What is read of documents: their texts, after their titles.
 
     Raises:
-        InputError: It is one string, a table or mapping, or no iterable, or an entry is not text.
+        InputError: As `as_documents`.
     """
-    # The names of a table or mapping would be read as documents.
-    is_other = isinstance(documents, (str, bytes, Mapping)) or hasattr(documents, "columns")
-    if is_other or not isinstance(documents, Iterable):
-        raise InputError(
-            f"documents must be a list of strings, got one {type(documents).__name__}. "
-            "Put the texts in a list."
-        )
-    texts = list(documents)
-    for index, text in enumerate(texts):
-        check_text(f"Document {index}", text)
-    return texts
-
-
-def check_text(name: str, value: Any) -> None:
-    """InputError if a value is not text; ``name`` is what the error calls it."""
-    if not isinstance(value, str):
-        raise InputError(f"{name} must be a string, got {type(value).__name__}.")
+    return texts_of(as_documents(documents), WHOLE, {})
 
 
 def as_pairs(pairs: Iterable[PairLike]) -> list[Pair]:

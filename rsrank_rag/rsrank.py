@@ -1,9 +1,12 @@
 """RSRank: backbone, template and B joined into a reranker."""
 
+import logging
+import math
 from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import cache
+from time import monotonic
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,7 +16,7 @@ from typing_extensions import Self
 from .artifact.config import RSRankConfig
 from .artifact.identity import prefix_identity
 from .artifact.pretrained import Pretrained
-from .errors import InputError, check_count, finite, too_large
+from .errors import InputError, check_count, check_text, finite, too_large
 from .method.arrays import to_numpy
 from .method.batches import (
     Batches,
@@ -38,13 +41,14 @@ from .reranker import (
     as_list,
     as_pairs,
     by_query,
-    check_text,
 )
 
 if TYPE_CHECKING:
     from .method.formula import Weights
     from .method.language_model import LanguageModel
     from .method.projection import Projection
+
+logger = logging.getLogger(__name__)
 
 # As `SIMILAR_LENGTH`, for documents with a cached prefix: their padding costs attention only.
 CACHED_SIMILAR_LENGTH = 0.4
@@ -60,6 +64,31 @@ CACHED_BUDGETS = 8
 # A query reads so many tokens of a cached prefix in the time in which the model runs one token.
 # Measured: 25 to 35 with `mini` on a CPU.
 READ_PER_TOKEN = 25
+
+# A call that takes longer is reported in the log.
+SLOW_SECONDS = 10
+
+
+class _Progress:
+    """Logs once that a call takes long."""
+
+    def __init__(self, texts: int) -> None:
+        self.texts = texts
+        self.scored = 0
+        self.log_at = monotonic() + SLOW_SECONDS
+
+    def log(self) -> None:
+        """Write the line if it is time. Calls come here before each batch."""
+        if monotonic() < self.log_at:
+            return
+        self.log_at = math.inf
+        logger.warning(
+            "%d of %d texts are scored after %d seconds. Fewer or shorter documents take less "
+            "time, and so do long_documents='cut' and a smaller max_characters.",
+            self.scored,
+            self.texts,
+            SLOW_SECONDS,
+        )
 
 
 class RSRank(Pretrained, Reranker):
@@ -161,10 +190,11 @@ class RSRank(Pretrained, Reranker):
             row = Row(document.ids, query, key_of(document.ids))
             places.setdefault(row, []).append(place)
         scores = [BLANK_SCORE] * len(tokenised)
+        progress = _Progress(len(places))
         try:
             with self.backbone.inference():
                 for batches in self._batches(list(places)):
-                    self._run(batches, places, scores)
+                    self._run(batches, places, scores, progress)
         except DoesNotFitError as error:
             raise too_large(len(error.ids.document), places[error.ids][0]) from None
         return [
@@ -233,15 +263,21 @@ class RSRank(Pretrained, Reranker):
             yield Batches(new, self.token_budget, extra=slots)
 
     def _run(
-        self, batches: Batches[Row], places: dict[Row, list[int]], scores: list[float]
+        self,
+        batches: Batches[Row],
+        places: dict[Row, list[int]],
+        scores: list[float],
+        progress: "_Progress",
     ) -> None:
         """Score rows, and write each score to its row's places."""
         for batch in batches:
+            progress.log()
             with batches.attempt():
                 batch_scores, _, _ = score_rows(self.reader, self.projection, batch)
                 for row, score in zip(batch, batch_scores.tolist(), strict=True):
                     for place in places[row]:
                         scores[place] = finite(score, place)
+                progress.scored += len(batch)
 
     def explain(self, query: str, document: str, max_tokens: int | None = None) -> Explanation:
         """Take a score apart, exactly, per query token, layer and head.

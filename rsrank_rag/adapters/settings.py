@@ -3,13 +3,14 @@
 import asyncio
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError, Future
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from operator import methodcaller
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import numpy as np
 from pydantic import (
     AfterValidator,
     ConfigDict,
@@ -20,16 +21,17 @@ from pydantic import (
     StrictInt,
     ValidationError,
     field_serializer,
+    field_validator,
     model_validator,
 )
 from typing_extensions import Self
 
 from ..cancellation import waiting
-from ..errors import InputError, RSRankError
+from ..errors import InputError, RSRankError, check_names, nearest
 from ..language_model.options import LoadSettings, ModelSource, Name
 from ..passages import shadow
-from ..passages.parts import LongDocuments, Reading, ReadingOptions
-from ..passages.titles import lines_before
+from ..passages.documents import InputDocument
+from ..passages.parts import MAX_CHARACTERS, LongDocuments, Reading
 from ..prefixes.settings import PrefixCache
 from ..remote.address import service_address, usable_key
 from ..reranker import (
@@ -42,6 +44,7 @@ from ..reranker import (
     RankResult,
     Reranker,
     Rule,
+    Scale,
 )
 from . import worker
 
@@ -68,23 +71,6 @@ class Unranked(RankResult):
     """The documents as they came, with NaN scores, and the error that prevented scoring."""
 
     error: Exception
-
-
-@dataclass(frozen=True, slots=True)
-class OutputDocument:
-    """One document that an adapter returns.
-
-    Attributes:
-        index: Position in the list that the adapter was called with.
-        text: The text, or the sentences that are kept of it.
-        score: None if the documents could not be ranked.
-        marks: Metadata to add.
-    """
-
-    index: int
-    text: str
-    score: float | None
-    marks: dict[str, Any]
 
 
 class ModelAdapter(LoadSettings):
@@ -133,11 +119,25 @@ class ModelAdapter(LoadSettings):
     max_retries: int = Field(default=3, ge=0, strict=True)
     """How often a request to a busy service is repeated."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown_settings(cls, settings: Any) -> Any:
+        if isinstance(settings, dict):
+            for name in settings.keys() - cls.model_fields.keys():
+                raise InputError(f"There is no setting {name!r}.{nearest(name, cls.model_fields)}")
+        return settings
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _number_of_numpy(cls, value: Any) -> Any:
+        return value.item() if isinstance(value, np.generic) else value
+
     @model_validator(mode="after")
     def _refuse_settings_without_effect(self) -> Self:
         changed = set()
-        for name, field in ModelAdapter.model_fields.items():
-            if name != "model" and getattr(self, name) != field.default:
+        for name, value in self:
+            field = ModelAdapter.model_fields.get(name)
+            if field is not None and name != "model" and value != field.default:
                 changed.add(name)
         if isinstance(self.model, Reranker):
             reason = f"The model is a {type(self.model).__name__} that is already loaded"
@@ -227,11 +227,10 @@ class ModelAdapter(LoadSettings):
 
     def _remote(self) -> "RemoteReranker | None":
         """The client of a service, whose calls need no queue; None for a model of this process."""
-        if self.base_url is None:
-            model: Any = self.model
-            return model if hasattr(model, "start") else None
         from ..remote.client import RemoteReranker
 
+        if self.base_url is None:
+            return self.model if isinstance(self.model, RemoteReranker) else None
         return RemoteReranker(
             self.base_url,
             model=self._service_model,
@@ -241,13 +240,13 @@ class ModelAdapter(LoadSettings):
         )
 
     def _start(
-        self, query: str, texts: Sequence[str], options: Mapping[str, Any]
+        self, query: str, documents: Sequence[InputDocument], options: Mapping[str, Any]
     ) -> Future[RankResult]:
         """Begin `Reranker.rank`. A future that is cancelled leaves the queue."""
         remote = self._remote()
         if remote is not None:
-            return remote.start(query, texts, **options)
-        task = methodcaller("rank", query, texts, **options)
+            return remote.start(query, documents, **options)
+        task = methodcaller("rank", query, documents, **options)
         return worker.submit(self._source(), task)
 
 
@@ -272,7 +271,7 @@ class RerankerAdapter(ModelAdapter):
     rsrank_error in their metadata."""
     metadata_fields: tuple[str, ...] = ("title",)
     """Metadata keys whose values are read before the text, one a line. A value with which the text
-    begins is left out."""
+    begins is left out, and so is a title that is none, such as a file name."""
 
     extract: Literal["sentences"] | None = None
     """'sentences': documents shrink to their sentences that score above the threshold."""
@@ -284,6 +283,11 @@ class RerankerAdapter(ModelAdapter):
     """Documents that are too long for the model: 'windows' reads them in parts, and the best part
     counts; 'cut' reads the beginning. None: the model's default (RSRank: windows)."""
 
+    max_characters: int | None = Field(default=MAX_CHARACTERS, strict=True)
+    """Of a document in windows or sentences, read at most so many characters. None: all."""
+
+    scores: Scale = "raw"
+    """'normalised': scores between 0 and 1, where 0.5 is the native threshold."""
     mode: Literal["drop", "shadow"] = "drop"
     """'shadow': return everything, and log what would have been dropped."""
     long_queries: LongQueries = "cut"
@@ -291,61 +295,71 @@ class RerankerAdapter(ModelAdapter):
 
     @model_validator(mode="after")
     def _check_limits_and_reading(self) -> Self:
-        options = self._options({})
-        reading: Any = {name: options[name] for name in ReadingOptions.__annotations__}
-        Reading.of(reading)
+        self._options({})
         return self
 
-    def _options(self, limits: Limits) -> dict[str, Any]:
+    def _options(self, limits: Limits) -> Any:
         """All options of `Reranker.rank`: those of this adapter, with the limits of one call.
 
         Raises:
             TypeError: A keyword is not the name of a limit.
             InputError: A limit is out of range, or two contradict each other.
         """
-        unknown = limits.keys() - Limits.__annotations__.keys()
-        if unknown:
-            names = ", ".join(Limits.__annotations__)
-            raise TypeError(f"Unknown argument: {min(unknown)}. A call takes {names}.")
-        options = {name: getattr(self, name) for name in RankOptions.__annotations__}
-        options.update(limits)
-        parts: Any = {name: options[name] for name in Limits.__annotations__}
+        check_names("A call", limits, Limits.__annotations__)
+        settings = {**dict(self), **limits}
+        options: Any = {name: settings[name] for name in RankOptions.__annotations__}
         # The native threshold is known when the model is loaded; it is never None where the native
         # fallback is used.
-        Rule(threshold=0.0).with_limits(parts)
+        Rule(threshold=0.0).with_limits(options)
+        Reading.of(options)
         return options
 
-    def _rank(self, query: str, texts: Sequence[str], limits: Limits) -> RankResult:
-        """Rank and wait; errors as `_options`. Without documents, no model is needed."""
+    def _rank(
+        self,
+        query: str,
+        documents: Sequence[InputDocument],
+        limits: Limits,
+        request_id: str | None = None,
+    ) -> RankResult:
+        """Rank and wait; errors as `_options`. Without documents, no model is needed.
+
+        ``request_id`` is that of the framework's run, for the log of shadow mode.
+        """
         options = self._options(limits)
-        if not texts:
+        if not documents:
             return RankResult(query, Rule(), (), ())
         try:
             with waiting():
-                future = self._start(query, texts, options)
+                future = self._start(query, documents, options)
                 try:
                     result = future.result()
                 finally:
                     # Has an effect only if the waiting was interrupted.
                     future.cancel()
         except Exception as error:
-            return self._unranked(error, query, texts, options["top_n"])
-        return self._checked(result, options)
+            return self._unranked(error, query, documents, options["top_n"])
+        return self._checked(result, options, request_id)
 
-    async def _arank(self, query: str, texts: Sequence[str], limits: Limits) -> RankResult:
+    async def _arank(
+        self,
+        query: str,
+        documents: Sequence[InputDocument],
+        limits: Limits,
+        request_id: str | None = None,
+    ) -> RankResult:
         """As `_rank`, without blocking the event loop. A cancelled call ends at its next batch."""
         options = self._options(limits)
-        if not texts:
+        if not documents:
             return RankResult(query, Rule(), (), ())
         try:
             with waiting():
-                result = await asyncio.wrap_future(self._start(query, texts, options))
+                result = await asyncio.wrap_future(self._start(query, documents, options))
         except Exception as error:
-            return self._unranked(error, query, texts, options["top_n"])
-        return self._checked(result, options)
+            return self._unranked(error, query, documents, options["top_n"])
+        return self._checked(result, options, request_id)
 
     def _unranked(
-        self, error: Exception, query: str, texts: Sequence[str], top_n: int | None
+        self, error: Exception, query: str, documents: Sequence[InputDocument], top_n: int | None
     ) -> Unranked:
         """The documents in the order they came, if ``on_error`` is "keep"; else raise the error."""
         if self.on_error == "raise" or isinstance(error, CancelledError):
@@ -353,16 +367,20 @@ class RerankerAdapter(ModelAdapter):
         logger.warning(
             "%s failed, %d documents stay unranked: %r",
             self.model_label,
-            len(texts),
+            len(documents),
             error,
             # The message of another library's error may say little.
             exc_info=None if isinstance(error, RSRankError) else error,
         )
-        documents = tuple(RankedDocument(index, text, math.nan) for index, text in enumerate(texts))
-        count = top_n or len(documents)
-        return Unranked(query, Rule(), documents[:count], documents[count:], error)
+        kept = tuple(
+            RankedDocument(index, document.text, math.nan)
+            for index, document in enumerate(documents[:top_n])
+        )
+        return Unranked(query, Rule(), kept, (), error)
 
-    def _checked(self, result: RankResult, options: Mapping[str, Any]) -> RankResult:
+    def _checked(
+        self, result: RankResult, options: RankOptions, request_id: str | None
+    ) -> RankResult:
         """The result. It is an InputError if neither a threshold nor ``top_n`` drops anything."""
         nothing_drops = options["threshold"] == "native" and result.rule == Rule()
         if nothing_drops:
@@ -374,46 +392,27 @@ class RerankerAdapter(ModelAdapter):
         if result.query_truncated:
             logger.warning("The query is too long; its first and its last part were read.")
         if self.mode == "shadow":
-            shadow.log(result)
+            shadow.log(result, request_id)
             result = shadow.everything(result)
         return result
 
-    def _texts(self, documents: Sequence[tuple[Mapping[str, Any], str]]) -> list[str]:
-        """What a reranker reads of (metadata, text) pairs.
-
-        Sentences are scored by themselves, so metadata are not read with them.
-        """
-        fields = () if self.extract else self.metadata_fields
-        return [lines_before(text, metadata, fields) + text for metadata, text in documents]
-
-    def _outputs(self, result: RankResult, texts: Sequence[str]) -> Iterator[OutputDocument]:
-        """What a call returns, best first. ``texts`` are the documents' texts without metadata."""
-        for document in result.kept:
-            text = texts[document.index]
-            # Offsets are those in the text, which metadata may have preceded.
-            before = len(document.text) - len(text)
-            score: float | None = document.score
-            marks: dict[str, Any] = {}
-            if isinstance(result, Unranked):
-                score = None
-                marks[ERROR] = f"{type(result.error).__name__}: {result.error}"
-            if document.weak:
-                marks[WEAK] = True
-            if document.truncated:
-                marks[TRUNCATED] = True
-            if document.window is not None:
-                marks[WINDOW] = {
-                    "start": max(document.window.start - before, 0),
-                    "end": max(document.window.end - before, 0),
-                    "count": document.window.count,
-                }
-            if document.excerpts:
-                text = document.extract
-                marks[EXCERPTS] = [
-                    {"start": excerpt.start, "end": excerpt.end, "score": excerpt.score}
-                    for excerpt in document.excerpts
-                ]
-            yield OutputDocument(document.index, text, score, marks)
+    def _marks(self, result: RankResult, document: RankedDocument) -> dict[str, Any]:
+        """The metadata that a call adds to a document."""
+        marks: dict[str, Any] = {}
+        if isinstance(result, Unranked):
+            marks[ERROR] = f"{type(result.error).__name__}: {result.error}"
+        if document.weak:
+            marks[WEAK] = True
+        if document.truncated:
+            marks[TRUNCATED] = True
+        if document.window is not None:
+            marks[WINDOW] = asdict(document.window)
+        if document.excerpts:
+            marks[EXCERPTS] = [
+                {"start": excerpt.start, "end": excerpt.end, "score": excerpt.score}
+                for excerpt in document.excerpts
+            ]
+        return marks
 
 
 def without_marks(metadata: Mapping[str, Any]) -> dict[str, Any]:

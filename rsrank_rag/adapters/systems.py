@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import BaseModel, FiniteFloat, ValidationError
 from typing_extensions import Self
 
-from ..errors import ArtifactError, InputError, nearest
+from ..errors import InputError, nearest
 from ..language_model.options import LoadOptions, ModelSource
 from ..reranker import Reranker
 
@@ -129,22 +129,13 @@ def load(source: ModelSource) -> Reranker:
         InputError: The name is not how a system is written, or a setting is only for RSRank.
         RSRankError: The reranker cannot be loaded.
     """
-    from ..artifact import hub
     from ..rsrank import RSRank
 
     kind, name = parse(source.name)
     if kind is not None:
         _check_settings(source)
         return kind.load(replace(source, name=name))
-    try:
-        return RSRank.from_source(source)
-    except ArtifactError as error:
-        if name in hub.builtin_names():
-            raise
-        raise ArtifactError(
-            f"{error} If it is a reranker of another kind, say which: cross-encoder:{name}, "
-            f"bi-encoder:{name}, ..."
-        ) from error
+    return RSRank.from_source(source)
 
 
 def _check_settings(source: ModelSource) -> None:

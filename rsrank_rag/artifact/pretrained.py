@@ -124,8 +124,16 @@ class Pretrained(ABC):
     @classmethod
     def from_source(cls, source: ModelSource) -> Self:
         """As `from_pretrained`, with all of its arguments in one object."""
-        folder = hub.resolve(source.name, source.revision, source.load)
-        config = hub.read_config(folder)
+        try:
+            folder = hub.resolve(source.name, source.revision, source.load)
+            config = hub.read_config(folder)
+        except ArtifactError as error:
+            if source.name in hub.builtin_names():
+                raise
+            raise ArtifactError(
+                f"{error} If it is a reranker of another kind, adapters and commands take it as "
+                f"cross-encoder:{source.name} or bi-encoder:{source.name}."
+            ) from error
         # A model that the user named is checked by a run, which only torch makes.
         kind = config.backbone.model_type if source.backbone is None else ""
         opened: Any = open_on_torch

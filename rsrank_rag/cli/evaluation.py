@@ -27,6 +27,7 @@ from .options import (
     json_option,
     print_json,
     print_table,
+    printable,
     progress,
     revision_option,
     show_waiting,
@@ -55,13 +56,19 @@ ROWS = {
 
 @command()
 @click.argument("log", type=click.Path(path_type=Path, exists=True, dir_okay=False))
-def report(log: Path) -> None:
+@option("--calls", "list_calls", is_flag=True, help="List the calls first, one a line.")
+def report(log: Path, list_calls: bool) -> None:
     """Say how much shadow mode would have dropped: calls, documents and tokens of a log.
 
-    LOG is a log of calls or requests in shadow mode.
+    LOG is a log of calls or requests in shadow mode. The line of a call has its request id, its
+    query, and the documents that would have been dropped: id or [position], and score.
     """
     with log.open(encoding="utf-8", errors="replace") as lines:
-        totals = shadow.report(lines)
+        calls = shadow.read(lines)
+    if list_calls:
+        for call in calls:
+            echo(printable(str(call)))
+    totals = shadow.report(calls)
     if not totals["calls"]:
         raise InputError(f"{log} holds no line of shadow mode. Log rsrank_rag.shadow at INFO.")
     echo(

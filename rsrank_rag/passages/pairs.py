@@ -147,6 +147,8 @@ def cut(pair: Pair, token_ends: TokenEnds, before: Segment | None = None) -> Seg
     if counted:
         limit = token_ends("")[1]
         length = max(length, SEGMENT_PER_TOKEN * limit)
+    if reading.max_characters is not None:
+        document = document[: reading.max_characters]
     text = document[start : start + length]
     is_last = start + length >= len(document)
     ends: Sequence[int] = token_ends(text)[0] if counted else ()

@@ -2,10 +2,12 @@
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from operator import attrgetter
 from typing import Any
+
+from typing_extensions import Self
 
 from ..errors import InputError, finite
 from .parts import WHOLE, Excerpt, Reading, Window, joined
@@ -25,6 +27,8 @@ class RankedDocument:
         excerpts: The sentences that are kept, in their order.
         heading: The document's first line, if it is a heading that is kept with the sentences.
         weak: Whether the fallback kept it: no document of the list scored above the threshold.
+        id: The document's id, if it came with one.
+        metadata: The document's metadata, if it came with some.
     """
 
     index: int
@@ -35,6 +39,8 @@ class RankedDocument:
     excerpts: tuple[Excerpt, ...] = ()
     heading: str = ""
     weak: bool = False
+    id: Any = None
+    metadata: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     @property
     def extract(self) -> str:
@@ -102,7 +108,7 @@ class RankResult:
     def best_score(self) -> float | None:
         """The highest score of a document with text; None if there is no such document."""
         documents = self.kept or self.dropped
-        if not documents or not documents[0].text.strip():
+        if not documents or documents[0].score == BLANK_SCORE:
             return None
         return documents[0].score
 
@@ -113,6 +119,22 @@ class RankResult:
         When only ranked (``threshold`` None), true only if no document has text.
         """
         return self.best_score is None or not passes(self.best_score, self.threshold)
+
+    def normalised(self, native: float | None) -> Self:
+        """This result with scores between 0 and 1; see `normalise`. Other limits stay raw.
+
+        Args:
+            native: The reranker's own threshold.
+        """
+        threshold = self.threshold
+        if threshold is not None:
+            threshold = normalise(threshold, native)
+        return replace(
+            self,
+            rule=replace(self.rule, threshold=threshold),
+            kept=tuple(_normalised(document, native) for document in self.kept),
+            dropped=tuple(_normalised(document, native) for document in self.dropped),
+        )
 
     def __len__(self) -> int:
         return len(self.kept)
@@ -151,6 +173,31 @@ class RankResult:
                 text += " (truncated)"
             lines.append(f"{mark} {document.score:+8.2f}  [{document.index}] {text}")
         return "\n".join(lines)
+
+
+def normalise(score: float, threshold: float | None) -> float:
+    """A score between 0 and 1, by the logistic function; 0.5 if it equals the threshold.
+
+    The threshold None counts as 0. A score so near the threshold that 0.5 would be the rounded
+    result becomes the next number above or below 0.5.
+
+    >>> normalise(0.5, 0.5), normalise(1e-300, 0.0) > 0.5, normalise(2.0, None)
+    (0.5, True, 0.8807970779778823)
+    """
+    distance = score - (threshold or 0.0)
+    if distance == 0:
+        return 0.5
+    small = math.exp(-abs(distance))
+    share = 1 / (1 + small) if distance > 0 else small / (1 + small)
+    return math.nextafter(0.5, 1.0 if distance > 0 else 0.0) if share == 0.5 else share
+
+
+def _normalised(document: RankedDocument, native: float | None) -> RankedDocument:
+    excerpts = []
+    for excerpt in document.excerpts:
+        excerpts.append(replace(excerpt, score=normalise(excerpt.score, native)))
+    score = normalise(document.score, native)
+    return replace(document, score=score, excerpts=tuple(excerpts))
 
 
 def choose(

@@ -2,12 +2,12 @@
 
 import json
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from pydantic import BaseModel
 
-from .ranked import RankResult
+from .ranked import RankedDocument, RankResult
 
 logger = logging.getLogger("rsrank_rag.shadow")
 
@@ -15,14 +15,36 @@ logger = logging.getLogger("rsrank_rag.shadow")
 CHARACTERS_PER_TOKEN = 4
 
 
-class Call(BaseModel):
-    """One call in shadow mode. Documents are pairs of index and score."""
+class Document(BaseModel):
+    """A document of a call: its position, its score, and its id if it has one."""
 
+    index: int
+    score: float
+    id: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The id, or the position."""
+        return f"[{self.index}]" if self.id is None else self.id
+
+
+class Call(BaseModel):
+    """One call in shadow mode."""
+
+    query: str
+    request_id: str | None = None
     threshold: float | None
     none_relevant: bool
-    kept: list[tuple[int, float]]
-    dropped: list[tuple[int, float]]
+    kept: list[Document]
+    dropped: list[Document]
     characters_saved: int
+
+    def __str__(self) -> str:
+        dropped = ", ".join(f"{one.name} {one.score:+.2f}" for one in self.dropped)
+        return (
+            f"{self.request_id or '-'}  {self.query!r}: {len(self.kept)} kept, "
+            f"{len(self.dropped)} dropped: {dropped or '-'}"
+        )
 
 
 class LogLine(BaseModel):
@@ -31,17 +53,27 @@ class LogLine(BaseModel):
     shadow: Call
 
 
-def log(result: RankResult) -> None:
-    """Log a call in one line of JSON, without a word of its texts."""
+def log(result: RankResult, request_id: str | None = None) -> None:
+    """Log a call in one line of JSON, with its query, without a word of its documents.
+
+    ``request_id`` is the id of the request or run, by which other logs name the call.
+    """
     saved = sum(len(document.text) for document in result.in_order) - sum(map(len, result.texts))
     call = Call(
+        query=result.query,
+        request_id=request_id,
         threshold=result.threshold,
         none_relevant=result.none_relevant,
-        kept=[(document.index, document.score) for document in result.kept],
-        dropped=[(document.index, document.score) for document in result.dropped],
+        kept=[_named(document) for document in result.kept],
+        dropped=[_named(document) for document in result.dropped],
         characters_saved=saved,
     )
-    logger.info(json.dumps(LogLine(shadow=call).model_dump()))
+    logger.info(LogLine(shadow=call).model_dump_json())
+
+
+def _named(document: RankedDocument) -> Document:
+    own_id = None if document.id is None else str(document.id)
+    return Document(index=document.index, score=document.score, id=own_id)
 
 
 def everything(result: RankResult) -> RankResult:
@@ -50,13 +82,8 @@ def everything(result: RankResult) -> RankResult:
     return replace(result, kept=kept, dropped=())
 
 
-def report(lines: Iterable[str]) -> dict[str, float]:
-    """Sum up the calls that `log` wrote to a log; other lines are skipped.
-
-    Returns:
-        ``calls``, ``documents``, the share ``dropped`` of them, and about how many
-        ``tokens_saved``. The number of calls ``with_threshold``, and of those ``none_relevant``.
-    """
+def read(lines: Iterable[str]) -> list[Call]:
+    """The calls that `log` wrote to a log; other lines are skipped."""
     calls = []
     for line in lines:
         if "shadow" not in line:
@@ -70,6 +97,16 @@ def report(lines: Iterable[str]) -> dict[str, float]:
             calls.append(LogLine.model_validate_json(text).shadow)
         except (ValueError, RecursionError):
             continue
+    return calls
+
+
+def report(calls: Sequence[Call]) -> dict[str, float]:
+    """Sum up calls.
+
+    Returns:
+        ``calls``, ``documents``, the share ``dropped`` of them, and about how many
+        ``tokens_saved``. The number of calls ``with_threshold``, and of those ``none_relevant``.
+    """
     dropped = sum(len(call.dropped) for call in calls)
     documents = dropped + sum(len(call.kept) for call in calls)
     with_threshold = [call.none_relevant for call in calls if call.threshold is not None]

@@ -2,27 +2,15 @@
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 
 from pydantic import SecretStr
 from typing_extensions import Unpack
 
 from ..errors import InputError
-from ..passages.parts import Reading, ReadingOptions
-from ..reranker import (
-    Fallback,
-    Limits,
-    LongQueries,
-    Native,
-    RankOptions,
-    RankResult,
-    Reranker,
-    Rule,
-    as_list,
-    check_text,
-    choose,
-)
+from ..passages.documents import DocumentLike
+from ..reranker import RankCall, RankOptions, RankResult, Reranker, Rule
 from . import connections
 from .address import service_address, usable_key
 from .transport import Transport
@@ -82,55 +70,32 @@ class RemoteReranker(Reranker):
         return [document.score for document in result.in_order]
 
     def rank(
-        self, query: str, documents: Sequence[str], **options: Unpack[RankOptions]
+        self, query: str, documents: Iterable[DocumentLike], **options: Unpack[RankOptions]
     ) -> RankResult:
         """See `Reranker.rank`."""
         return connections.wait(self.start(query, documents, **options))
 
     async def arank(
-        self, query: str, documents: Sequence[str], **options: Unpack[RankOptions]
+        self, query: str, documents: Iterable[DocumentLike], **options: Unpack[RankOptions]
     ) -> RankResult:
         """As `rank`, without blocking the event loop; cancelling it closes the request."""
         return await asyncio.wrap_future(self.start(query, documents, **options))
 
     def start(
-        self, query: str, documents: Sequence[str], **options: Unpack[RankOptions]
+        self, query: str, documents: Iterable[DocumentLike], **options: Unpack[RankOptions]
     ) -> Future[RankResult]:
         """Begin `rank`; cancelling the future closes the request."""
-        return connections.start(self._rank(query, as_list(documents), **options))
+        return connections.start(self._rank(RankCall.of(query, documents, options)))
 
     def warm_up(self) -> None:
         """Wait until the service is ready, check its model, and open a connection."""
         connections.wait(connections.start(self._transport.send("GET", "/ready")))
         self.rank("", [])
 
-    async def _rank(
-        self,
-        query: str,
-        documents: list[str],
-        *,
-        long_queries: LongQueries = "cut",
-        threshold: float | Native | None = "native",
-        max_gap: float | Native | None = "native",
-        fallback: Fallback | Native | None = "native",
-        top_n: int | None = None,
-        **options: Unpack[ReadingOptions],
-    ) -> RankResult:
-        check_text("A query", query)
-        limits = Limits(threshold=threshold, max_gap=max_gap, fallback=fallback, top_n=top_n)
-        # A limit that is out of range is an error before the request.
-        Rule(threshold=0.0).with_limits(limits)
-        reading = Reading.of(options)
-        request = request_body(self.model, query, documents, reading, long_queries)
+    async def _rank(self, call: RankCall) -> RankResult:
+        request = request_body(self.model, call)
         body = await self._transport.send("POST", "/v1/rerank", request)
         answer = parsed(body, self.base_url, self.model)
-        scores = scores_of(answer, documents, self.base_url)
+        scored = scores_of(answer, call.texts, self.base_url)
         native = Rule(answer.threshold, answer.max_gap, answer.fallback)
-        return choose(
-            query,
-            documents,
-            scores,
-            native.with_limits(limits),
-            reading=reading,
-            query_truncated=answer.query_truncated,
-        )
+        return call.result(scored, native, query_truncated=answer.query_truncated)

@@ -9,8 +9,8 @@ from pydantic import BaseModel, Field, ValidationError
 from typing_extensions import Self
 
 from ..errors import RemoteError, problems_of
-from ..passages.parts import Excerpt, Reading, Window, encodable
-from ..reranker import Fallback, LongQueries, Scored
+from ..passages.parts import Excerpt, Window, encodable
+from ..reranker import Fallback, RankCall, Scored
 
 
 class _Row(BaseModel, strict=True):
@@ -59,25 +59,22 @@ class ErrorBody(BaseModel):
         return f": {' '.join(self.message.split())[:500].rstrip('.')}."
 
 
-def request_body(
-    model: str | None,
-    query: str,
-    documents: Sequence[str],
-    reading: Reading,
-    long_queries: LongQueries = "cut",
-) -> bytes:
+def request_body(model: str | None, call: RankCall) -> bytes:
     """The request for the raw scores of all documents."""
     body = {
         "model": model,
         # The places of windows and sentences count characters, so the length of a text stays.
-        "query": encodable(query),
-        "documents": [encodable(text) for text in documents],
-        "long_queries": long_queries,
+        "query": encodable(call.query),
+        "documents": [encodable(text) for text in call.texts],
+        "long_queries": call.options.get("long_queries", "cut"),
         # These are sent because the service may have other defaults. Documents are dropped here.
         "threshold": None,
         "normalize": False,
-        **asdict(replace(reading, context=0)),
+        **asdict(replace(call.reading, context=0)),
     }
+    if call.options.get("long_documents") is None:
+        # The service's model has a default of its own.
+        del body["long_documents"]
     return json.dumps(body, ensure_ascii=False).encode()
 
 

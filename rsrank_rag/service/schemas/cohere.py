@@ -163,7 +163,7 @@ class RerankRequest(ScoringRequest):
         """Rows best first, without those that are to be dropped."""
         ranked = scores.ranked(self.rule(scores), self.reading)
         if self.mode == "shadow":
-            shadow.log(ranked)
+            shadow.log(replace(ranked, query=text_of(self.query)), scores.id)
             ranked = scores.ranked(Rule(top_n=self.most))
         rows = [self._row(scores, document) for document in ranked.kept]
         every = None

@@ -1,6 +1,5 @@
 """What all API schemas share: options, texts that can be encoded, scores on either scale."""
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from pydantic import (
 )
 
 from ...passages.parts import WHOLE, Reading, encodable
-from ...passages.ranked import RankResult, Scored, choose
+from ...passages.ranked import RankResult, Scored, choose, normalise
 from ...passages.rule import Rule
 from ...reranker import LongQueries, Pair
 from ..backend import Description, Outcome
@@ -42,23 +41,6 @@ Flag = Annotated[bool, Field(strict=False), _AS_SENT]
 
 Count = Annotated[int, Field(strict=False, ge=0), _AS_SENT]
 """A whole number of at least 0. Programs also send such a number as "1" or 1.0."""
-
-
-def normalise(score: float, threshold: float | None) -> float:
-    """A score between 0 and 1, by the logistic function; 0.5 if it equals the threshold.
-
-    The threshold None counts as 0. A score so near the threshold that 0.5 would be the rounded
-    result becomes the next number above or below 0.5.
-
-    >>> normalise(0.5, 0.5), normalise(1e-300, 0.0) > 0.5, normalise(2.0, None)
-    (0.5, True, 0.8807970779778823)
-    """
-    distance = score - (threshold or 0.0)
-    if distance == 0:
-        return 0.5
-    small = math.exp(-abs(distance))
-    share = 1 / (1 + small) if distance > 0 else small / (1 + small)
-    return math.nextafter(0.5, 1.0 if distance > 0 else 0.0) if share == 0.5 else share
 
 
 Drop: TypeAlias = bool | Literal["always"]
