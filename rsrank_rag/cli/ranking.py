@@ -7,7 +7,7 @@ import sys
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 from click import echo, option
@@ -20,7 +20,6 @@ from ..method.template import clean
 from ..partial_files import digest_of
 from ..passages.explanation import Explanation
 from ..passages.rule import passes
-from ..passages.titles import lines_before
 from ..reranker import Limits, RankResult
 from .options import (
     PATH,
@@ -60,11 +59,11 @@ def _load(source: ModelSource) -> RSRank:
     return RSRank.from_source(source)
 
 
-def read_documents(source: str) -> list[str]:
-    """Documents of a file, or of standard input (``-``), one a line.
+def read_documents(source: str) -> list[Any]:
+    """Documents of a file, or of standard input (``-``), one a line, as `Reranker.rank` takes them.
 
-    Lines are plain text, or all of them are JSON objects with a "text" and perhaps a "title". The
-    title is read as it is in labelled files.
+    Lines are plain text, or all of them are JSON objects with a "text", and perhaps with an "id", a
+    "title" and other metadata.
 
     Raises:
         InputError: The file cannot be read, is empty, or a line has no "text".
@@ -87,7 +86,7 @@ def read_documents(source: str) -> list[str]:
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
-            documents.append(clean(lines_before(row["text"], row, ("title",)) + row["text"]))
+            documents.append({**row, "text": clean(row["text"])})
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise InputError(
                 f'--documents {source}, document {number}: expected JSON with a "text", '
@@ -131,8 +130,8 @@ def rank(
     """Score documents for a query, keep the relevant ones, and drop the others.
 
     A line holds one document. If each line begins with {, the lines are read as JSON objects with
-    a "text", and perhaps a "title". The title is read on a line before the text, unless the text
-    begins with it.
+    a "text", and perhaps a "title" and an "id". The title is read on a line before the text, unless
+    the text begins with it.
 
     `rsrank rank -q "How do bees find flowers?" -d passages.txt`
 

@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from .notebook import explanation_html
+
 # Widest table in a terminal: neighbouring layers share a column where there are more.
 TERMINAL_COLUMNS = 8
 
@@ -58,6 +60,10 @@ class Explanation:
             labels.append("match")
             terms = np.column_stack([terms, self.matches])
         return labels, terms
+
+    def _repr_html_(self) -> str:
+        """The explanation in a notebook."""
+        return explanation_html(self)
 
     def __str__(self) -> str:
         labels, terms = self.columns()

@@ -10,6 +10,7 @@ from typing import Any
 from typing_extensions import Self
 
 from ..errors import InputError, finite
+from .notebook import result_html
 from .parts import WHOLE, Excerpt, Reading, Window, joined
 from .rule import BLANK_SCORE, Bar, Rule, best_first, passes
 
@@ -149,7 +150,9 @@ class RankResult:
         """Plain dictionaries, numbers and texts: what ``rsrank rank --json`` prints."""
         return asdict(self)
 
-    def __str__(self) -> str:
+    @property
+    def summary(self) -> str:
+        """The query, how many documents are kept, and by which rule."""
         rule = "ranked only"
         if self.threshold is not None:
             rule = f"threshold {self.threshold:g}"
@@ -161,17 +164,27 @@ class RankResult:
                 rule += f", {above} above it dropped"
         if self.query_truncated:
             rule += ", query truncated"
-        lines = [f"{self.query!r}: {len(self.kept)} kept, {len(self.dropped)} dropped ({rule})"]
+        return f"{self.query!r}: {len(self.kept)} kept, {len(self.dropped)} dropped ({rule})"
+
+    def mark(self, place: int) -> str:
+        """The sign of the document at this place, best first: ``+``, ``~`` (weak) or ``-``."""
+        if place >= len(self.kept):
+            return "-"
+        return "~" if self.kept[place].weak else "+"
+
+    def _repr_html_(self) -> str:
+        """The result in a notebook."""
+        return result_html(self)
+
+    def __str__(self) -> str:
+        lines = [self.summary]
         for place, document in enumerate(self.kept + self.dropped):
-            mark = "-"
-            if place < len(self.kept):
-                mark = "~" if document.weak else "+"
             text = " ".join(document.extract.split())
             if len(text) > 88:
                 text = text[:87] + "…"
             if document.truncated:
                 text += " (truncated)"
-            lines.append(f"{mark} {document.score:+8.2f}  [{document.index}] {text}")
+            lines.append(f"{self.mark(place)} {document.score:+8.2f}  [{document.index}] {text}")
         return "\n".join(lines)
 
 

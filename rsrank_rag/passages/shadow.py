@@ -68,7 +68,7 @@ def log(result: RankResult, request_id: str | None = None) -> None:
         dropped=[_named(document) for document in result.dropped],
         characters_saved=saved,
     )
-    logger.info(LogLine(shadow=call).model_dump_json())
+    logger.info(json.dumps(LogLine(shadow=call).model_dump()))
 
 
 def _named(document: RankedDocument) -> Document:

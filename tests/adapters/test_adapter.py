@@ -14,6 +14,7 @@ import time
 import weakref
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import DOCUMENTS, QUERY
@@ -235,7 +236,7 @@ def test_a_model_object_is_shared_by_copies_but_never_written_down(adapter):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"treshold": 1.0}, "treshold"),
+        ({"treshold": 1.0}, "There is no setting 'treshold'. Did you mean 'threshold'"),
         ({"top_n": 0}, "top_n must be a whole number of at least 1"),
         ({"max_gap": -1.0}, "max_gap must be a number of at least 0"),
         ({"threshold": None, "fallback": Fallback(1, 2)}, "no effect without a threshold"),
@@ -273,6 +274,25 @@ def test_a_changed_setting_is_checked_too(adapter):
     with pytest.raises(ValidationError, match="device would have no effect"):
         made.model = Overlap()
     assert made.model == "mini"
+
+
+@both
+async def test_settings_and_limits_may_be_numbers_of_numpy(adapter):
+    made = adapter(model=Overlap(), top_n=np.int64(1), threshold=np.float32(0.5))
+    assert (type(made.top_n), type(made.threshold)) == (int, float)
+    assert await scores(made, "a b c", ["a b", "a b c"]) == {"a b c": 2.0}
+    limits = {"threshold": np.float64(1.5), "top_n": np.int32(3)}
+    if adapter is RSRankCompressor:
+        assert await scores(made, "a b c", ["a b", "a b c"], **limits) == {"a b c": 2.0}
+
+
+@both
+async def test_a_reranker_with_a_method_named_start_is_no_service(adapter):
+    class Engine(Overlap):
+        def start(self, *arguments, **options):
+            raise AssertionError("This starts an engine.")
+
+    assert await scores(adapter(model=Engine()), "a b", ["a b", "c"]) == {"a b": 1.0}
 
 
 @both
@@ -575,7 +595,7 @@ def test_an_adapter_takes_every_system_by_the_name_it_is_measured_by(tmp_path, l
         (
             {"model": str(tmp_path)},
             ArtifactError,
-            "If it is a reranker of another kind, say which: cross-encoder:",
+            "If it is a reranker of another kind, adapters and commands take it as cross-encoder:",
         ),
     ):
         with pytest.raises(error, match=message):

@@ -10,6 +10,7 @@ pytest.importorskip("langchain_core")
 
 from langchain_core.callbacks import AsyncCallbackHandler, BaseCallbackHandler
 from langchain_core.documents import BaseDocumentCompressor, Document
+from langchain_core.prompts import PromptTemplate
 from langchain_core.retrievers import BaseRetriever
 from langchain_core.runnables import RunnableLambda, RunnablePassthrough
 
@@ -41,6 +42,13 @@ class Numbers(Reranker):
 
     def score(self, query, documents):
         return [float(text.split()[0]) for text in documents]
+
+
+class Last(Reranker):
+    """A document's score is the number that its last line starts with."""
+
+    def score(self, query, documents):
+        return [float(text.splitlines()[-1].split()[0]) for text in documents]
 
 
 def documents(*scores):
@@ -100,9 +108,20 @@ async def test_limits_can_be_set_once_or_for_one_call(asynchronous, limits, expe
         )
 
 
-def test_an_unknown_argument_of_a_call_is_an_error(compressor):
-    with pytest.raises(TypeError, match="Unknown argument: k"):
+def test_an_unknown_argument_of_a_call_is_an_error_that_names_what_was_meant(compressor):
+    with pytest.raises(TypeError, match=r"no argument 'k'. It takes threshold, max_gap, fallb"):
         compressor.compress_documents(documents(1), "q", k=3)
+    with pytest.raises(TypeError, match=r"no argument 'top_k'. Did you mean 'top_n'"):
+        compressor.compress_documents(documents(1), "q", top_k=3)
+
+
+@both_ways
+async def test_swapped_arguments_and_a_list_of_strings_are_errors_that_show_the_call(
+    compressor, asynchronous
+):
+    for wrong in (("q", documents(1)), (["1 point"], "q")):
+        with pytest.raises(InputError, match=r"Call compress_documents\(\[Document\(text\), "):
+            await compress(compressor, asynchronous, *wrong)
 
 
 def test_the_input_is_left_alone_and_what_comes_back_is_a_copy(compressor):
@@ -382,6 +401,23 @@ def test_a_tool_says_in_words_that_nothing_is_relevant(compressor):
     assert (message.content, message.artifact) == ("No passage scored above the threshold.", [])
     tool = create_rsrank_tool(retriever, "library", "Points.", nothing_relevant="Ask somebody.")
     assert tool.invoke({"query": "q"}) == "Ask somebody."
+
+
+def test_a_tool_shows_titles_and_hands_on_ids(compressor):
+    base = Fixed(
+        found=[
+            Document("1 point", id="a", metadata={"title": "One"}),
+            Document("2 points", id="b", metadata={"title": "Microsoft Word - two.docx"}),
+        ]
+    )
+    retriever = RSRankRetriever(base_retriever=base, compressor=RSRankCompressor(model=Last()))
+    call = {"name": "library", "args": {"query": "q"}, "id": "1", "type": "tool_call"}
+    message = create_rsrank_tool(retriever, "library", "Points.").invoke(call)
+    assert message.content == "2 points\n\nOne\n1 point"
+    assert [document.id for document in message.artifact] == ["b", "a"]
+    prompt = PromptTemplate.from_template("{title}: {page_content}")
+    tool = create_rsrank_tool(retriever, "library", "Points.", document_prompt=prompt)
+    assert tool.invoke(call).content.endswith("One: 1 point")
 
 
 def test_a_tool_puts_a_compressor_after_another_retriever():

@@ -12,7 +12,15 @@ from service_helpers import address_of, client_of, scheduler
 from rsrank_rag import Reranker, RSRank
 from rsrank_rag.cli import app
 from rsrank_rag.errors import InputError, ScoringError
-from rsrank_rag.passages.parts import CHUNK, Excerpt, Reading, joined, sentences, windows
+from rsrank_rag.passages.parts import (
+    CHUNK,
+    MAX_CHARACTERS,
+    Excerpt,
+    Reading,
+    joined,
+    sentences,
+    windows,
+)
 from rsrank_rag.remote.client import RemoteReranker
 from rsrank_rag.reranker import BLANK_SCORE, Pair, Scored, score_in_parts
 
@@ -236,12 +244,15 @@ def test_options_that_make_no_sense_are_refused(options, message):
 
 
 def test_a_misspelt_argument_is_an_error_that_names_it():
-    with pytest.raises(TypeError, match="unexpected keyword argument 'topn'"):
-        Hits().rank("q", DOCUMENTS, topn=3)
+    for name, meant in (("topn", "top_n"), ("thresold", "threshold"), ("top_k", "top_n")):
+        with pytest.raises(TypeError, match=f"no argument '{name}'. Did you mean '{meant}'"):
+            Hits().rank("q", DOCUMENTS, **{name: 3})
+    with pytest.raises(TypeError, match=r"no argument 'extrac'. Did you mean 'extract'"):
+        Hits().parts(DOCUMENTS, extrac="sentences")
 
 
 def test_what_is_no_text_or_cannot_be_scored_is_named_by_its_document():
-    with pytest.raises(InputError, match="Document 1 must be a string, got int"):
+    with pytest.raises(InputError, match=r"Document 1 \(or its text\) must be a string, got int"):
         Hits().rank("q", ["a bee", 5], extract="sentences")
     with pytest.raises(ScoringError, match="Document 1 scored nan") as caught:
         Hits().rank("q", ["a bee", "No. nan. A bee."], extract="sentences")
@@ -284,6 +295,23 @@ def test_an_error_about_a_window_is_one_about_its_document():
     with pytest.raises(ScoringError, match="Document 2 is too large") as caught:
         Refusing().rank("q", given, long_documents="windows")
     assert caught.value.index == 2
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"long_documents": "windows"}, {"extract": "sentences"}],
+    ids=["windows", "sentences"],
+)
+def test_of_a_huge_document_a_beginning_is_read_and_the_result_says_so(options):
+    text = "A wasp flies here. " * 40 + "One bee flies."
+    reranker = Hits()
+    short = reranker.rank("q", [text], threshold=None, max_characters=200, **options).kept[0]
+    assert short.truncated
+    assert short.score == -0.5
+    assert max(text.index(part) + len(part) for part in reranker.seen) <= 200
+    whole = Hits().rank("q", [text], threshold=None, max_characters=None, **options).kept[0]
+    assert (whole.truncated, whole.score) == (False, 0.5)
+    assert Reading().max_characters == MAX_CHARACTERS
 
 
 def test_a_limit_of_tokens_holds_for_the_document_and_not_for_each_part():

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from rsrank_rag import RankedDocument, RankResult, Reranker, Rule
 from rsrank_rag.cli import app
 from rsrank_rag.passages.shadow import log as log_shadow
-from rsrank_rag.passages.shadow import report
+from rsrank_rag.passages.shadow import read, report
 from rsrank_rag.reranker import BLANK_SCORE
 
 TEXTS = ["1 one", "-4 four four", "3 three", "0.05"]
@@ -57,9 +57,10 @@ def test_an_adapter_in_shadow_mode_returns_everything_as_it_came_and_logs_what_w
     assert call(mode="shadow", **options) == list(zip(TEXTS, [1.0, -4.0, 3.0, 0.05], strict=True))
     (entry,) = entries(caplog)
     kept = call(**options)
-    assert [TEXTS[index] for index, _ in entry["kept"]] == [text for text, _ in kept]
-    assert (entry["threshold"], entry["none_relevant"]) == (0.0, False)
-    dropped = [TEXTS[index] for index, _ in entry["dropped"]]
+    assert [TEXTS[one["index"]] for one in entry["kept"]] == [text for text, _ in kept]
+    assert (entry["query"], entry["threshold"], entry["none_relevant"]) == ("q", 0.0, False)
+    assert len(entry["request_id"]) >= 36
+    dropped = [TEXTS[one["index"]] for one in entry["dropped"]]
     assert sorted(dropped) == sorted(set(TEXTS) - {text for text, _ in kept})
     assert entry["characters_saved"] == sum(map(len, dropped))
     assert not any(text in caplog.text for text in TEXTS[:3])
@@ -82,14 +83,16 @@ async def test_a_request_in_shadow_mode_gets_all_rows_and_the_services_log_has_t
     assert [row["index"] for row in shadow.json()["results"]] == [2, 0, 3, 1]
     assert [row["index"] for row in few.json()["results"]] == [2, 0]
     assert [row["index"] for row in drops.json()["results"]] == [2, 0, 3]
-    assert [[index for index, _ in entry["kept"]] for entry in entries(caplog)] == [
+    assert [[one["index"] for one in entry["kept"]] for entry in entries(caplog)] == [
         [2, 0, 3],
         [2, 0],
     ]
+    for entry, answer in zip(entries(caplog), (shadow, few), strict=True):
+        assert (entry["query"], entry["request_id"]) == ("q", answer.json()["id"])
     log = tmp_path / "service.log"
     lines = [TextlessFormatter().format(record) for record in caplog.records]
     log.write_text("\n".join(lines), encoding="utf-8")
-    assert report(log.open(encoding="utf-8"))["calls"] == 2
+    assert report(read(log.open(encoding="utf-8")))["calls"] == 2
 
 
 def test_the_report_adds_up_what_was_logged(caplog, tmp_path):
@@ -104,13 +107,13 @@ def test_the_report_adds_up_what_was_logged(caplog, tmp_path):
     log = tmp_path / "app.log"
     lines = [f"2026-01-01 {{app}} INFO {record.message}" for record in caplog.records]
     # A last line with neither a brace nor a line break.
-    assert report(["shadow 5"])["calls"] == 0
+    assert report(read(["shadow 5"]))["calls"] == 0
     foreign = ['{"shadow": true}', '{"message": ["shadow"]}', '{"message": "{\\"shadow\\": 5}"}']
     foreign.append('{"shadow": ' * 100_000)
     text = "\n".join(["started", *lines, "{shadow", *foreign])
     log.write_text(text, encoding="utf-8")
     with log.open(encoding="utf-8") as opened:
-        found = report(opened)
+        found = report(read(opened))
     saved = len(TEXTS[1]) + sum(map(len, TEXTS))
     assert found == {
         "calls": 5,
@@ -135,3 +138,18 @@ def test_the_report_adds_up_what_was_logged(caplog, tmp_path):
     assert CliRunner().invoke(app, ["report", str(log)]).exit_code == 2
     for missing in (tmp_path / "no.log", tmp_path):
         assert CliRunner().invoke(app, ["report", str(missing)]).exit_code == 2
+
+
+def test_the_report_lists_the_calls_with_what_each_would_have_dropped(caplog, tmp_path):
+    caplog.set_level(logging.INFO, "rsrank_rag.shadow")
+    documents = [{"text": "-1 secret", "id": "a7"}, "2 two", "-3 three"]
+    log_shadow(Numbers().rank("which?", documents), "run-1")
+    log_shadow(Numbers().rank("none", ["1 one"]))
+    log = tmp_path / "app.log"
+    log.write_text("\n".join(record.message for record in caplog.records), encoding="utf-8")
+    said = CliRunner().invoke(app, ["report", str(log), "--calls"]).stdout
+    assert said.splitlines()[:2] == [
+        "run-1  'which?': 1 kept, 2 dropped: a7 -1.00, [2] -3.00",
+        "-  'none': 1 kept, 0 dropped: -",
+    ]
+    assert "secret" not in log.read_text(encoding="utf-8")

@@ -17,7 +17,7 @@ from pydantic import (
 from typing_extensions import Self
 
 from ...passages import shadow
-from ...passages.parts import Excerpt, LongDocuments, Reading, Window
+from ...passages.parts import MAX_CHARACTERS, Excerpt, LongDocuments, Reading, Window
 from ...passages.rule import Fallback, Limits, Native, Rule
 from ...reranker import RankedDocument
 from ..error_responses import RequestError
@@ -119,6 +119,8 @@ class RerankRequest(ScoringRequest):
     """Documents begin with a line that is kept with any of their sentences."""
     long_documents: LongDocuments = "cut"
     """windows: read long documents in parts; the best part's score counts."""
+    max_characters: Count | None = Field(default=MAX_CHARACTERS, ge=1)
+    """Of a document in parts, read at most so many characters; null for all."""
 
     @property
     def most(self) -> int | None:
@@ -135,7 +137,8 @@ class RerankRequest(ScoringRequest):
     @property
     def reading(self) -> Reading:
         """How documents are to be read."""
-        return Reading(self.extract, self.context, self.heading, self.long_documents)
+        reading = (self.extract, self.context, self.heading, self.long_documents)
+        return Reading(*reading, self.max_characters)
 
     def query_and_documents(self) -> tuple[str, list[str]]:  # noqa: D102 - inherited
         return text_of(self.query), [text_of(document) for document in self.documents]
