@@ -77,8 +77,11 @@ class RSRankPostprocessor(RerankerAdapter, BaseNodePostprocessor):
 
     def _query(self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None) -> str:
         """The question, after the event that announces the call."""
-        if query_bundle is None:
-            raise InputError("Missing query bundle in extra info. Give query_bundle or query_str.")
+        if not isinstance(query_bundle, QueryBundle):
+            raise InputError(
+                f"The question is missing: got {type(query_bundle).__name__} as query_bundle. "
+                "Call postprocess_nodes(nodes, query_str=question)."
+            )
         query = query_bundle.query_str
         top_n = self.top_n or len(nodes)
         start = ReRankStartEvent(query=query, nodes=nodes, top_n=top_n, model_name=self.model_label)

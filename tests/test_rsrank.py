@@ -1,5 +1,6 @@
 """The whole reranker on tiny models: scores, bad input, memory, threads, quantisation."""
 
+import itertools
 import json
 import math
 import os
@@ -31,6 +32,9 @@ from rsrank_rag.errors import BackboneError, InputError, MissingDependencyError,
 from rsrank_rag.language_model.options import LoadOptions
 from rsrank_rag.method.batches import TOKEN_BUDGET, Batches
 from rsrank_rag.reranker import BLANK_SCORE, Pair
+
+# `score_pairs` reads the clock from here.
+CLOCK = "rsrank_rag.rsrank.monotonic"
 
 EXACT = 1e-4  # fp32: rounding alone
 
@@ -888,3 +892,16 @@ def test_a_ranker_names_its_model_its_device_its_dtype_and_its_rule(ranker, tmp_
 def test_pairs_of_plain_tuples_score_as_pairs_do(ranker):
     pairs = [(QUERY, text) for text in DOCUMENTS]
     assert ranker.score_pairs(pairs) == ranker.score_pairs([Pair(*pair) for pair in pairs])
+
+
+def test_a_call_that_takes_long_says_once_how_far_it_is(ranker, monkeypatch, caplog):
+    texts = [f"{number} {text}" for number, text in enumerate(DOCUMENTS)]
+    slow = budgeted(ranker, 1)
+    slow.rank(QUERY, texts)
+    assert not caplog.records
+    # Each look at the clock comes six seconds after the one before.
+    monkeypatch.setattr(CLOCK, itertools.count(0, 6).__next__)
+    slow.rank(QUERY, texts)
+    (record,) = caplog.records
+    assert f"1 of {len(texts)} texts are scored after 10 seconds" in record.message
+    assert "max_characters" in record.message

@@ -123,7 +123,7 @@ class ModelAdapter(LoadSettings):
     @classmethod
     def _refuse_unknown_settings(cls, settings: Any) -> Any:
         if isinstance(settings, dict):
-            for name in settings.keys() - cls.model_fields.keys():
+            for name in sorted(settings.keys() - cls.model_fields.keys()):
                 raise InputError(f"There is no setting {name!r}.{nearest(name, cls.model_fields)}")
         return settings
 

@@ -102,7 +102,11 @@ async def test_a_question_comes_as_bundle_or_text_but_not_both_nor_neither(
     assert texts(await process(postprocessor, asynchronous, nodes(1), bundle)) == ["1 points"]
     with pytest.raises(ValueError, match="Cannot specify both query_str and query_bundle"):
         await process(postprocessor, asynchronous, nodes(1), bundle, "q")
-    with pytest.raises(InputError, match=r"Missing query bundle in extra info\. Give"):
+    with pytest.raises(
+        InputError, match=r"got str as query_bundle\. Call postprocess_nodes\(nodes, "
+    ):
+        await process(postprocessor, asynchronous, nodes(1), "q")
+    with pytest.raises(InputError, match=r"got NoneType as query_bundle\. Call postprocess"):
         await process(postprocessor, asynchronous, nodes(1))
 
 

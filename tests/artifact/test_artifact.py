@@ -775,6 +775,7 @@ def test_a_path_to_nothing_is_refused_as_a_path(tmp_path):
     assert "typo" in message
     assert "nor a local folder" in message
     assert "Check the name (owner/name)" in message
+    assert f"adapters and commands take it as cross-encoder:{tmp_path / 'typo'}" in message
 
 
 @pytest.mark.parametrize("name", ["cross-encoder:me/mine", "runs/bm25.json"])
