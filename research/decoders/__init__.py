@@ -1,0 +1,1 @@
+"""B on frozen Qwen decoders: weights, features, training, results."""
