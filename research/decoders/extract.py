@@ -147,9 +147,7 @@ def _with_documents(query: LabelledQuery, places: Sequence[int], *, oracle: bool
     """A query with some of its documents; without labels, so that no oracle shift is read."""
     documents = tuple(query.documents[place] for place in places)
     if not oracle:
-        documents = tuple(
-            document.model_copy(update={"relevant": False}) for document in documents
-        )
+        documents = tuple(document.model_copy(update={"relevant": False}) for document in documents)
     return query.model_copy(update={"documents": documents})
 
 

@@ -32,8 +32,11 @@ class BackboneSpec(BaseModel, extra="forbid", frozen=True, protected_namespaces=
     """Fingerprint of how the tokenizer splits a fixed text."""
     values: tuple[float, ...]
     """Entries of value vectors of the last layer in `layers`, on fixed tokens."""
+    bits: Literal[4, 8, 16] = 16
+    """Bits to which the weights that gave `values` were rounded; 16 also for 32."""
     files: dict[str, str] = Field(default_factory=dict)
-    """sha256 of each file that can change a score, by name."""
+    """sha256 of each file that can change a score, by name. If empty, no files are compared: then
+    only the tokenizer and `values` identify the model."""
 
 
 # JSON has no NaN and no infinity: such a metric would be written as null, which cannot be read.

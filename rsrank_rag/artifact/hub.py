@@ -31,6 +31,9 @@ BUILTIN = Path(__file__).parents[1] / "models"
 
 DEFAULT_LOADING = LoadOptions()
 
+# Types that B and its optional weights are stored in.
+STORED = (np.float32, np.float16)
+
 # Bytes that the header of B's file may have. It names three tensors at most, and a header of many
 # megabytes takes seconds and gigabytes to parse.
 HEADER_BYTES = 100_000
@@ -168,10 +171,10 @@ def read_weights(folder: Path, config: RSRankConfig) -> Weights:
         shapes["agreement"] = (3,)
     for name in sorted({"weight", *tensors}):
         tensor = tensors.get(name, np.empty(0))
-        if tensor.shape != shapes.get(name) or tensor.dtype != np.float32:
+        if tensor.shape != shapes.get(name) or tensor.dtype not in STORED:
             raise ArtifactError(
                 f"{path} holds {reprlib.repr(name)} of shape {tensor.shape} in {tensor.dtype}, but "
-                f"{CONFIG} describes float32 tensors of shapes {reprlib.repr(shapes)}. The two "
+                f"{CONFIG} describes floats of 2 or 4 bytes of shapes {reprlib.repr(shapes)}. The two "
                 "files do not belong together. Download the artifact again."
             )
         invalid = int((~np.isfinite(tensor)).sum())
@@ -185,7 +188,8 @@ def read_weights(folder: Path, config: RSRankConfig) -> Weights:
             f"{path} was written with another {CONFIG}, or one of the two was changed (by sha256). "
             "Restore the original, download the artifact again, or save it with save_pretrained."
         )
-    return Weights(layers=config.layers, **tensors)
+    singles = {name: tensor.astype(np.float32) for name, tensor in tensors.items()}
+    return Weights(layers=config.layers, **singles)
 
 
 def _digests(config_digest: str, tensors: dict[str, Array]) -> str:
@@ -199,11 +203,17 @@ def _digests(config_digest: str, tensors: dict[str, Array]) -> str:
 def write_artifact(
     folder: Path, config: RSRankConfig, projection: "Projection | Weights", card: str
 ) -> None:
-    """Write config.json, projection.safetensors and README.md into an existing folder."""
+    """Write config.json, projection.safetensors and README.md into an existing folder.
+
+    A tensor is stored in float16 if this changes no entry, else in float32.
+    """
     (folder / CONFIG).write_text(config.model_dump_json(indent=2) + "\n", encoding="utf-8")
     tensors = {}
     for name, weight in projection.state_dict().items():
-        tensors[name] = np.ascontiguousarray(to_numpy(weight), dtype=np.float32)
+        tensor = np.ascontiguousarray(to_numpy(weight), dtype=np.float32)
+        with np.errstate(over="ignore"):
+            half = tensor.astype(np.float16)
+        tensors[name] = half if np.array_equal(half, tensor) else tensor
     # safetensors writes several metadata entries in random order. With one entry, the same B gives
     # the same bytes. `save_file` is not used, because its files can be read by their owner only.
     metadata = {"sha256": _digests(config.digest, tensors)}

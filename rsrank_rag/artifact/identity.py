@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# The largest relative distance of value vectors from the recorded ones, by the bits of a weight (16
-# or more count as 16). Other weights of the same shape differ by about the square root of 2.
+# The largest relative distance of value vectors from the recorded ones, by the bits of the weights
+# that were rounded more (16 or more count as 16). Other weights of the same shape differ by about the square root of 2.
 TOLERANCE = {16: 0.1, 8: 0.3, 4: 0.7}
 
 # Patterns of all files that transformers reads a score from: config, code, tokenizer and weights.
@@ -69,6 +69,8 @@ def describe(
     files: dict[str, str],
 ) -> BackboneSpec:
     """What an artifact records of its language model; ``files`` are the files' hashes."""
+    from ..language_model.weights import bits_of
+
     return BackboneSpec(
         name=name,
         revision=revision,
@@ -78,6 +80,7 @@ def describe(
         head_dim=core.head_dim,
         tokenizer=tokenizer_fingerprint(prompts.tokenizer),
         values=core.sample,
+        bits=bits_of(core.model),
         files=files,
     )
 
@@ -152,6 +155,8 @@ def check_files(
         raise ArtifactError(f"{tokenizer} has more than {LARGEST_TOKENIZER:,} bytes.")
     recorded = spec.files
     present = hashes(folder)
+    if not recorded:
+        return present
     different = []
     for name in sorted(recorded.keys() | present.keys()):
         comparable = name in recorded and name in present
@@ -198,7 +203,7 @@ def check_model(
     if len(core.sample) == len(spec.values):
         # Euclidean, relative to the length of the recorded vector.
         difference = math.dist(core.sample, spec.values) / math.hypot(*spec.values, 1e-6)
-    if not difference <= TOLERANCE[bits_of(core.model)]:
+    if not difference <= TOLERANCE[min(bits_of(core.model), spec.bits)]:
         raise ArtifactError(
             f"The weights of {source} are not those of {spec.name} (revision "
             f"{spec.revision or 'not pinned'}) that this artifact was made with: value vectors "

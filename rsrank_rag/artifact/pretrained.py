@@ -64,7 +64,8 @@ class Pretrained(ABC):
         """Load an artifact and the language model it belongs to.
 
         Args:
-            name: ``"mini"`` (ships with the package), a local folder, or a Hub id.
+            name: Name of an artifact that ships with the package, such as ``"mini"``, a local
+                folder, or a Hub id.
             revision: Commit, tag or branch of the artifact. The artifact names the language
                 model's own revision.
             backbone: Another place to load the language model from, such as a local copy. The
@@ -333,7 +334,7 @@ def open_on_torch(
     folder_in_cache = None if local else folder_of(name, revision, source.load.cache_dir)
     if folder_in_cache is not None:
         files = check_files(spec, folder_in_cache, in_cache=True, strict=strict)
-    if not strict:
+    if not strict or not spec.files:
         core.identity["files"] = files
     return core, prompts, projection
 

@@ -1,5 +1,6 @@
 """The artifact folder: its files, equal scores after loading, and an error for every damage."""
 
+import copy
 import itertools
 import json
 import math
@@ -10,6 +11,7 @@ import shutil
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -186,6 +188,33 @@ def test_the_identity_check_allows_for_the_rounding_of_another_dtype(
     assert all(abs(score) > 0 for score in loaded.score(QUERY, DOCUMENTS))
 
 
+def with_rounded_weights(source, folder):
+    """A copy of a language model whose weights have 15 values in each row, as 4 bits have."""
+    shutil.copytree(source, folder)
+    weights = load_file(folder / "model.safetensors")
+    for name, weight in weights.items():
+        if "proj" in name:
+            step = weight.abs().amax(1, keepdim=True) / 7
+            weights[name] = (weight / step).round() * step
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_an_artifact_of_rounded_weights_takes_the_exact_ones(tiny_folder, tmp_path):
+    rounded = with_rounded_weights(tiny_folder("qwen3"), tmp_path / "rounded")
+    made = load_ranker(rounded, "qwen3", dtype="float32")
+    exact = tiny_folder("qwen3")
+    for bits, name in ((16, "strict"), (4, "tolerant")):
+        spec = made.config.backbone.model_copy(update={"bits": bits, "files": {}})
+        made.config = made.config.model_copy(update={"backbone": spec})
+        made.save_pretrained(tmp_path / name)
+    assert "value vectors differ" in refusal(load, tmp_path / "strict", backbone=exact)
+    loaded = load(tmp_path / "tolerant", backbone=exact)
+    differences = np.subtract(loaded.score(QUERY, DOCUMENTS), made.score(QUERY, DOCUMENTS))
+    assert 0 < np.abs(differences).max() < 1
+    assert "model.safetensors" in loaded.backbone.identity["files"]
+
+
 def test_template_limit_and_training_record_survive(tiny_folder, tmp_path):
     record = TrainingRecord(
         data=("made up",), seed=3, metrics={"made up": {"f1": 0.5}}, notes="A note."
@@ -213,6 +242,16 @@ def test_b_is_kept_in_fp32_under_the_sha256_of_the_config(saved, ranker):
         assert json.loads(file.metadata()["sha256"])["config"] == ranker.config.digest
         assert file.get_tensor("weight").dtype == torch.float32
         assert torch.equal(file.get_tensor("weight"), ranker.projection.weight)
+
+
+def test_b_is_stored_in_fp16_where_this_changes_no_entry(ranker, tmp_path):
+    exact = copy.deepcopy(ranker.projection).half().float()
+    RSRank(ranker.backbone, ranker.prompts, exact, ranker.config).save_pretrained(tmp_path)
+    with safe_open(tmp_path / "projection.safetensors", framework="pt") as file:
+        assert file.get_tensor("weight").dtype == torch.float16
+    loaded = load(tmp_path)
+    assert loaded.projection.weight.dtype == torch.float32
+    assert torch.equal(loaded.projection.weight, exact.weight)
 
 
 # Every byte that decides a score
@@ -678,9 +717,9 @@ DAMAGES = {
         flip_a_bit,
         [PROJECTION, "one of the two was changed", "download the artifact again"],
     ),
-    "B in float16": (
-        change_b(lambda weight: weight.half()),
-        ["in float16", "float32 tensors"],
+    "B in float64": (
+        change_b(lambda weight: weight.double()),
+        ["in float64", "floats of 2 or 4 bytes"],
     ),
     "a header of many empty tensors": (
         lambda folder: save_file(

@@ -12,6 +12,7 @@ from hub_server import READER, WRITER, HubServer, connected, files_of
 from huggingface_hub import constants
 
 from rsrank_rag import RSRank, RSRankError
+from rsrank_rag.artifact import hub as artifact_hub
 from rsrank_rag.errors import ArtifactError, BackboneError
 from rsrank_rag.language_model.options import LoadOptions
 
@@ -101,6 +102,20 @@ def test_artifact_and_backbone_both_come_from_the_hub(hub, load, from_hub, tmp_p
     assert loaded.config.backbone.name == MODEL
     assert loaded.score(QUERY, DOCUMENTS) == made.score(QUERY, DOCUMENTS)
     assert (tmp_path / "cache" / "models--harbour--tiny-qwen").is_dir()
+
+
+def test_a_built_in_artifact_without_hashes_takes_its_backbone_from_the_hub(
+    hub, load, from_hub, tmp_path, monkeypatch
+):
+    made = from_hub(None)
+    spec = made.config.backbone.model_copy(update={"bits": 4, "files": {}})
+    made.config = made.config.model_copy(update={"backbone": spec})
+    made.save_pretrained(tmp_path / "models" / "tiny-qwen")
+    monkeypatch.setattr(artifact_hub, "BUILTIN", tmp_path / "models")
+    loaded = load("tiny-qwen")
+    assert loaded.score(QUERY, DOCUMENTS) == made.score(QUERY, DOCUMENTS)
+    # The prefix cache tells apart what the artifact does not.
+    assert "model.safetensors" in loaded.backbone.identity["files"]
 
 
 def other_model(folder):
