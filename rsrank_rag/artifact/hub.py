@@ -174,8 +174,8 @@ def read_weights(folder: Path, config: RSRankConfig) -> Weights:
         if tensor.shape != shapes.get(name) or tensor.dtype not in STORED:
             raise ArtifactError(
                 f"{path} holds {reprlib.repr(name)} of shape {tensor.shape} in {tensor.dtype}, but "
-                f"{CONFIG} describes floats of 2 or 4 bytes of shapes {reprlib.repr(shapes)}. The two "
-                "files do not belong together. Download the artifact again."
+                f"{CONFIG} describes floats of 2 or 4 bytes of shapes {reprlib.repr(shapes)}. The "
+                "two files do not belong together. Download the artifact again."
             )
         invalid = int((~np.isfinite(tensor)).sum())
         if invalid:

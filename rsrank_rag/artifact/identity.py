@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # The largest relative distance of value vectors from the recorded ones, by the bits of the weights
-# that were rounded more (16 or more count as 16). Other weights of the same shape differ by about the square root of 2.
+# that were rounded more (16 or more count as 16). Other weights of the same shape differ by about
+# the square root of 2.
 TOLERANCE = {16: 0.1, 8: 0.3, 4: 0.7}
 
 # Patterns of all files that transformers reads a score from: config, code, tokenizer and weights.
