@@ -55,6 +55,18 @@ class Plan(BaseModel, extra="forbid", frozen=True):
         """Read a plan by its name or from a TOML file; InputError if the plan is not valid."""
         return validated(cls, read_toml(source, FOLDER, "plan"), source, "plan")
 
+    def files(self, split: str) -> dict[str, PlannedSet]:
+        """Each set of a folder (``train`` or ``dev``), by name, with most of its queries."""
+        sets: dict[str, PlannedSet] = {}
+        for stage in self.stages:
+            for part in stage.sets:
+                largest = sets.get(part.name)
+                if Path(part.file).parent.name == split and (
+                    largest is None or part.queries > largest.queries
+                ):
+                    sets[part.name] = part
+        return sets
+
 
 def in_order(stage: Stage) -> Iterator[tuple[PlannedSet, LabelledQuery]]:
     """The stage's queries, interleaved."""
