@@ -103,6 +103,7 @@ def extract(plan: str, output: Path, model: str | None) -> None:
             "bits": bits_of(core.model),
             "compute_dtype": str(core.dtype),
             "dtype": DTYPE,
+            "head_dim": core.head_dim,
             "max_length": prompts.max_length,
             "template": template.model_dump(),
         },

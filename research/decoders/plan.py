@@ -25,17 +25,25 @@ class PlannedSet(BaseModel, extra="forbid", frozen=True):
     """Whether only the first documents are read in this stage."""
     signals: bool = False
     """Whether keys, hidden states and raw value vectors are stored beside shifts."""
+    typo: bool = False
+    """Whether each query has a typo in its longest word."""
 
     @property
     def name(self) -> str:
-        """The file's name."""
-        return dataset_name(self.file)
+        """The file's name, and whether queries have typos."""
+        name = dataset_name(self.file)
+        return f"{name}.typo" if self.typo else name
 
     def drawn(self) -> list[LabelledQuery]:
         """The queries, at random. A larger number of queries begins with the same ones."""
         queries = read_labelled(self.file)
-        random.Random(f"decoders-{self.name}").shuffle(queries)
-        return queries[: self.queries]
+        random.Random(f"decoders-{dataset_name(self.file)}").shuffle(queries)
+        queries = queries[: self.queries]
+        if self.typo:
+            queries = [
+                query.model_copy(update={"query": with_typo(query.query)}) for query in queries
+            ]
+        return queries
 
 
 class Stage(BaseModel, extra="forbid", frozen=True):
@@ -94,6 +102,21 @@ def first_places(query: LabelledQuery) -> list[int]:
     places = _sample(generator, relevant, least)
     places += _sample(generator, others, FIRST_DOCUMENTS - len(places))
     return sorted(places)
+
+
+def with_typo(text: str) -> str:
+    """A text with one typo inside its longest word: a letter left out, doubled or swapped."""
+    generator = random.Random(f"typo-{text}")
+    words = text.split()
+    longest = max(range(len(words)), key=lambda place: len(words[place]))
+    word = words[longest]
+    if len(word) < 4:
+        return text
+    place = generator.randrange(1, len(word) - 2)
+    first, second = word[place], word[place + 1]
+    changed = generator.choice([second, first * 2 + second, second + first])
+    words[longest] = word[:place] + changed + word[place + 2 :]
+    return " ".join(words)
 
 
 def _sample(generator: random.Random, places: Sequence[int], count: int) -> list[int]:

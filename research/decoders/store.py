@@ -8,8 +8,10 @@ Axes: L layers, H KV heads, N documents, T scored query tokens, D head dimension
 """
 
 import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -17,7 +19,7 @@ import torch
 from torch import Tensor
 
 from rsrank_rag.evaluation.datasets import LabelledQuery
-from rsrank_rag.training.store import QueryFeatures, read_features
+from rsrank_rag.training.store import DESCRIPTION, QueryFeatures, read_features
 
 from .plan import first_places
 
@@ -46,7 +48,6 @@ class Store:
         *,
         whole: bool = True,
         signal: Signal = "values",
-        head_dim: int = 64,
     ) -> dict[str, QueryFeatures]:
         """Features of the queries that have been read, by the id of the query.
 
@@ -56,17 +57,22 @@ class Store:
             whole: Take only queries of which all documents have been read, with all documents.
                 Otherwise a query has the documents that have been read.
             signal: What the features are of. Queries without this signal are left out.
-            head_dim: D.
         """
         read = {}
         for query in queries:
-            features = self._read(name, query, whole, signal, head_dim)
+            features = self._read(name, query, whole, signal)
             if features is not None:
                 read[query.id] = features
         return read
 
+    @cached_property
+    def head_dim(self) -> int:
+        """D."""
+        description = json.loads((self.folder / DESCRIPTION).read_text(encoding="utf-8"))
+        return int(description["head_dim"])
+
     def _read(
-        self, name: str, query: LabelledQuery, whole: bool, signal: Signal, head_dim: int
+        self, name: str, query: LabelledQuery, whole: bool, signal: Signal
     ) -> QueryFeatures | None:
         parts = parts_of(query)
         paths = [self.path(name, query, part) for part in parts]
@@ -80,7 +86,7 @@ class Store:
             if not exists:
                 continue
             features = read_features(path)
-            selected = select(features.shifts, signal, head_dim)
+            selected = select(features.shifts, signal, self.head_dim)
             if selected is None:
                 return None
             by_document = selected.unflatten(2, (-1, features.tokens))

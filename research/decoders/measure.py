@@ -1,0 +1,144 @@
+"""Measure B on stored features: `python -m research.decoders.measure --help`."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import click
+from typing_extensions import Self
+
+from rsrank_rag.adapters.systems import load
+from rsrank_rag.artifact import hub
+from rsrank_rag.cli.options import PATH, command
+from rsrank_rag.evaluation.datasets import LabelledQuery
+from rsrank_rag.evaluation.evaluate import score_dataset, shared_threshold
+from rsrank_rag.evaluation.metrics import ScoredQuery
+from rsrank_rag.evaluation.statistics import Record
+from rsrank_rag.language_model.options import LoadOptions, ModelSource
+from rsrank_rag.partial_files import write_text
+from rsrank_rag.passages.rule import Fallback, Rule
+from rsrank_rag.training.batches import scored
+from rsrank_rag.training.store import QueryFeatures
+
+from .plan import Plan
+from .store import Store
+
+
+class SystemScores(Record):
+    """A system's rule, and its scores of each set, in the order of the labels."""
+
+    threshold: float
+    max_gap: float | None = None
+    fallback: Fallback | None = None
+    own_threshold: bool = True
+    """Whether the threshold is the system's own, or the best one over these sets."""
+    scores: dict[str, tuple[tuple[float, ...], ...]]
+
+    @property
+    def rule(self) -> Rule:
+        """The rule that the system's artifact sets."""
+        return Rule(self.threshold, max_gap=self.max_gap, fallback=self.fallback)
+
+
+class Scores(Record):
+    """Labels and scores, from which all tables are made."""
+
+    labels: dict[str, tuple[tuple[bool, ...], ...]]
+    systems: dict[str, SystemScores]
+
+    @classmethod
+    def read(cls, file: Path) -> Self:
+        """Read a file of `write`."""
+        return cls.model_validate_json(file.read_text(encoding="utf-8"))
+
+    def write(self, file: Path) -> None:
+        """Write all scores with three decimals."""
+        write_text(file, self.model_dump_json() + "\n")
+
+    def scored(self, system: str, name: str) -> list[ScoredQuery]:
+        """One system's scores of one set."""
+        pairs = zip(self.systems[system].scores[name], self.labels[name], strict=True)
+        return [ScoredQuery(scores, relevant) for scores, relevant in pairs]
+
+
+def rounded(queries: Iterable[ScoredQuery]) -> tuple[tuple[float, ...], ...]:
+    """Scores with three decimals."""
+    return tuple(tuple(round(score, 3) for score in query.scores) for query in queries)
+
+
+def sets_read(
+    plan: Plan, store: Store
+) -> dict[str, tuple[list[LabelledQuery], list[QueryFeatures]]]:
+    """Queries of the plan's dev sets of which all documents have been read, and their features."""
+    sets = {}
+    for name, part in plan.files("dev").items():
+        drawn = part.drawn()
+        features = store.read(name, drawn)
+        queries = [query for query in drawn if query.id in features]
+        if queries:
+            sets[name] = queries, [features[query.id] for query in queries]
+    return sets
+
+
+def score_stored(
+    artifact: Path, sets: dict[str, tuple[list[LabelledQuery], list[QueryFeatures]]]
+) -> SystemScores:
+    """Scores of an artifact's B on stored features."""
+    config = hub.read_config(artifact)
+    weights = dict(hub.read_projection(artifact, config).named_parameters())
+    scores = {name: rounded(scored(rows, weights)) for name, (_, rows) in sets.items()}
+    return SystemScores(
+        threshold=config.threshold,
+        max_gap=config.max_gap,
+        fallback=config.fallback,
+        scores=scores,
+    )
+
+
+def score_texts(
+    name: str, sets: dict[str, tuple[list[LabelledQuery], list[QueryFeatures]]]
+) -> SystemScores:
+    """Scores of another system, which reads the same queries' texts."""
+    system = load(ModelSource(name, None, LoadOptions()))
+    results = {name: score_dataset(system, queries) for name, (queries, _) in sets.items()}
+    scores = {name: rounded(rows) for name, rows in results.items()}
+    threshold = system.threshold
+    if threshold is None:
+        best = shared_threshold(list(results.values()))
+        return SystemScores(threshold=best, own_threshold=False, scores=scores)
+    return SystemScores(
+        threshold=threshold, max_gap=system.max_gap, fallback=system.fallback, scores=scores
+    )
+
+
+def named(text: str) -> tuple[str, str]:
+    """The two parts of ``NAME=VALUE``."""
+    name, _, value = text.partition("=")
+    return name, value or name
+
+
+@command(resumes=False)
+@click.argument("plan")
+@click.argument("features", type=PATH)
+@click.argument("output", type=PATH)
+@click.option("--model", "models", multiple=True, help="NAME=ARTIFACT, measured on the features.")
+@click.option("--system", "systems", multiple=True, help="NAME=SYSTEM, measured on the texts.")
+def main(
+    plan: str, features: Path, output: Path, models: tuple[str, ...], systems: tuple[str, ...]
+) -> None:
+    """Score the dev queries of PLAN that FEATURES holds, and write OUTPUT (JSON)."""
+    sets = sets_read(Plan.load(plan), Store(features))
+    labels = {
+        name: tuple(features.relevant for features in rows) for name, (_, rows) in sets.items()
+    }
+    results = {}
+    for text in models:
+        name, artifact = named(text)
+        results[name] = score_stored(Path(artifact), sets)
+    for text in systems:
+        name, system = named(text)
+        results[name] = score_texts(system, sets)
+    Scores(labels=labels, systems=results).write(output)
+
+
+if __name__ == "__main__":
+    main()
