@@ -10,7 +10,7 @@ Axes: L layers, H KV heads, N documents, T scored query tokens, D head dimension
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
@@ -100,8 +100,8 @@ class Store:
         if oracle is not None:
             shifts = torch.cat([shifts, oracle], 2)
         relevant = tuple(query.documents[places[index]].relevant for index in order)
-        return replace(
-            features, shifts=shifts.flatten(2, 3), relevant=relevant, oracle=oracle is not None
+        return QueryFeatures(
+            shifts.flatten(2, 3), relevant, features.tokens, oracle=oracle is not None
         )
 
 
