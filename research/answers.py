@@ -1,0 +1,362 @@
+"""Does the answer get better? A language model reads what a pipeline keeps, and answers.
+
+`python -m research.answers --help`. The questions are those of HotpotQA, 2Wiki and MuSiQue whose
+gold answers are known. Every answer is a line of a file, so that a run goes on where it stopped.
+"""
+
+import json
+import re
+import string
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import click
+import torch
+from pydantic import BaseModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import research.systems  # noqa: F401 - makes the systems of the paper known by name
+from rsrank_rag.adapters.systems import load
+from rsrank_rag.cli.options import PATH, command, progress
+from rsrank_rag.evaluation.datasets import LabelledQuery, read_lines, read_sets
+from rsrank_rag.evaluation.statistics import Estimate, Record, estimate_mean
+from rsrank_rag.language_model.options import LoadOptions, ModelSource
+from rsrank_rag.partial_files import write_text
+from rsrank_rag.reranker import Reranker
+
+SUFFIX = ".paragraph"
+
+PROMPT = (
+    "Answer the question in as few words as possible: a name, a date, a number, yes or no. "
+    "Write the answer only.\n\n{passages}Question: {question}"
+)
+
+NEW_TOKENS = 24
+"""Most tokens of an answer."""
+
+
+class GoldAnswers(BaseModel):
+    """The gold answers of a question; the first one is the data set's, the others are aliases."""
+
+    set: str
+    id: str
+    query: str
+    answers: tuple[str, ...]
+
+
+class Answer(BaseModel, frozen=True):
+    """One answer: a line of the output.
+
+    Attributes:
+        condition: What selected the passages.
+        set: The question's set.
+        id: The question.
+        places: Places of the passages that were read, in the order of reading.
+        answer: The text.
+        tokens: Number of tokens that were read.
+        ranking_seconds: Time of the selection.
+        reading_seconds: Time of the answer, from prompt to last token.
+    """
+
+    condition: str
+    set: str
+    id: str
+    places: tuple[int, ...]
+    answer: str
+    tokens: int
+    ranking_seconds: float
+    reading_seconds: float
+
+
+Select = Callable[[LabelledQuery], Sequence[int]]
+"""Selects passages of a question: places, in the order of reading."""
+
+
+class AnsweringModel:
+    """An instruction-tuned language model that answers greedily, in bfloat16.
+
+    Args:
+        name: Folder or Hub id.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.tokenizer = AutoTokenizer.from_pretrained(name)
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16)
+        self.model = model.eval()
+
+    @torch.inference_mode()
+    def answer(self, question: str, passages: Sequence[str]) -> tuple[str, int]:
+        """The first line of the answer, and the number of tokens of the prompt."""
+        blocks = [f"Passage {number}: {text}\n\n" for number, text in enumerate(passages, start=1)]
+        content = PROMPT.format(passages="".join(blocks), question=question)
+        inputs = self.tokenizer.apply_chat_template(
+            [{"role": "user", "content": content}],
+            add_generation_prompt=True,
+            return_tensors="pt",
+            return_dict=True,
+        )
+        generated = self.model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)
+        length = inputs["input_ids"].shape[1]
+        text = self.tokenizer.decode(generated[0, length:], skip_special_tokens=True)
+        return text.strip().split("\n")[0], length
+
+
+def selections(systems: Iterable[str]) -> dict[str, Select]:
+    """All conditions by name: without a reranker, and each reranker by its rules.
+
+    A reranker with a threshold keeps what scores above zero, or what its default rule keeps. Other
+    rerankers keep the best three or five.
+
+    Args:
+        systems: Names of rerankers. ``NAME@FOLDER`` loads the language model from a folder.
+    """
+    conditions: dict[str, Select] = {
+        "all passages": lambda query: range(len(query.documents)),
+        "no passage": lambda query: (),
+        "relevant passages": _relevant,
+    }
+    for text in systems:
+        name, _, folder = text.partition("@")
+        ranker = load(ModelSource(name, None, LoadOptions(), folder or None))
+        if ranker.threshold is None:
+            conditions[f"{name}, best 3"] = _kept_by(ranker, threshold=None, top_n=3)
+            conditions[f"{name}, best 5"] = _kept_by(ranker, threshold=None, top_n=5)
+        else:
+            conditions[f"{name}, above zero"] = _kept_by(ranker, max_gap=None, fallback=None)
+            conditions[f"{name}, default rule"] = _kept_by(ranker)
+    return conditions
+
+
+def _relevant(query: LabelledQuery) -> list[int]:
+    return [place for place, document in enumerate(query.documents) if document.relevant]
+
+
+def _kept_by(ranker: Reranker, **limits: object) -> Select:
+    def select(query: LabelledQuery) -> list[int]:
+        texts = [document.content() for document in query.documents]
+        result = ranker.rank(query.query, texts, **limits)  # type: ignore[arg-type]
+        return [document.index for document in result.kept]
+
+    return select
+
+
+def answer_all(
+    model: AnsweringModel,
+    conditions: dict[str, Select],
+    sets: dict[str, list[LabelledQuery]],
+    output: Path,
+) -> None:
+    """Append the answers that the output lacks.
+
+    Passages that were read before for the same question, in the same order, are not read again.
+    """
+    answers = read_answers(output)
+    done = {(answer.condition, answer.set, answer.id) for answer in answers}
+    read = {(answer.set, answer.id, answer.places): answer for answer in answers}
+    for condition, select in conditions.items():
+        for name, queries in sets.items():
+            waiting = [query for query in queries if (condition, name, query.id) not in done]
+            for query in progress(waiting, f"{condition}, {name}"):
+                started = time.perf_counter()
+                places = tuple(select(query))
+                ranked = time.perf_counter()
+                same = read.get((name, query.id, places))
+                if same is None:
+                    passages = [query.documents[place].content() for place in places]
+                    text, tokens = model.answer(query.query, passages)
+                    seconds = time.perf_counter() - ranked
+                else:
+                    text, tokens, seconds = same.answer, same.tokens, same.reading_seconds
+                answer = Answer(
+                    condition=condition,
+                    set=name,
+                    id=query.id,
+                    places=places,
+                    answer=text,
+                    tokens=tokens,
+                    ranking_seconds=ranked - started,
+                    reading_seconds=seconds,
+                )
+                read[name, query.id, places] = answer
+                with output.open("a", encoding="utf-8") as file:
+                    file.write(answer.model_dump_json() + "\n")
+
+
+def read_answers(output: Path) -> list[Answer]:
+    """All answers so far."""
+    if not output.exists():
+        return []
+    return [Answer.model_validate_json(line) for _, line in read_lines(output)]
+
+
+def normalised(text: str) -> list[str]:
+    """The words of an answer in lower case, without punctuation and articles, as in SQuAD.
+
+    >>> normalised("The Statue of Liberty!")
+    ['statue', 'of', 'liberty']
+    """
+    text = text.lower().translate(str.maketrans("", "", string.punctuation))
+    return re.sub(r"\b(a|an|the)\b", " ", text).split()
+
+
+def exact_match(answer: str, gold: Iterable[str]) -> float:
+    """1 if the answer is one of the gold answers, normalised; else 0."""
+    return float(any(normalised(answer) == normalised(one) for one in gold))
+
+
+def token_f1(answer: str, gold: Iterable[str]) -> float:
+    """The best F1 of the answer's words with a gold answer's words.
+
+    >>> round(token_f1("Liberty statue", ["the Statue of Liberty"]), 2)
+    0.8
+    """
+    return max(_f1(normalised(answer), normalised(one)) for one in gold)
+
+
+def _f1(answer: list[str], gold: list[str]) -> float:
+    shared = sum((Counter(answer) & Counter(gold)).values())
+    if not shared:
+        return float(answer == gold)
+    return 2 * shared / (len(answer) + len(gold))
+
+
+class ConditionFigures(Record):
+    """Means over the questions of all sets, each set counting the same, and of each set.
+
+    Attributes:
+        exact: Exact match.
+        f1: Token F1.
+        first_exact: Exact match with the first gold answer alone.
+        first_f1: Token F1 with the first gold answer alone.
+        passages: Passages a question.
+        tokens: Tokens read a question.
+        ranking_seconds: Seconds a question for the selection.
+        reading_seconds: Seconds a question for the answer.
+        sets: Exact match and token F1 of each set.
+    """
+
+    exact: Estimate
+    f1: Estimate
+    first_exact: Estimate
+    first_f1: Estimate
+    passages: float
+    tokens: float
+    ranking_seconds: float
+    reading_seconds: float
+    sets: dict[str, tuple[Estimate, Estimate]]
+
+
+class AnswerFigures(Record):
+    """What the table is made from."""
+
+    model: str
+    questions: dict[str, int]
+    conditions: dict[str, ConditionFigures]
+
+
+def figures_of(model: str, answers: Sequence[Answer], gold: Sequence[GoldAnswers]) -> AnswerFigures:
+    """Figures of all conditions, over the questions that every condition has answered."""
+    known = {(one.set, one.id): one.answers for one in gold}
+    conditions = list(dict.fromkeys(answer.condition for answer in answers))
+    questions: dict[tuple[str, str], dict[str, Answer]] = {}
+    for answer in answers:
+        questions.setdefault((answer.set, answer.id), {})[answer.condition] = answer
+    complete = {
+        key: by_condition
+        for key, by_condition in questions.items()
+        if len(by_condition) == len(conditions)
+    }
+    counts = Counter(name for name, _ in complete)
+    figures = {}
+    for condition in conditions:
+        rows: dict[str, list[list[float]]] = {name: [] for name in counts}
+        for key, by_condition in complete.items():
+            answer = by_condition[condition]
+            golds = known[key]
+            row = [
+                exact_match(answer.answer, golds),
+                token_f1(answer.answer, golds),
+                exact_match(answer.answer, golds[:1]),
+                token_f1(answer.answer, golds[:1]),
+                len(answer.places),
+                answer.tokens,
+                answer.ranking_seconds,
+                answer.reading_seconds,
+            ]
+            rows[key[0]].append(row)
+        columns = {name: list(zip(*values, strict=True)) for name, values in rows.items()}
+        by_column = list(zip(*columns.values(), strict=True))
+        means = [estimate_mean(*column) for column in by_column]
+        figures[condition] = ConditionFigures(
+            exact=means[0],
+            f1=means[1],
+            first_exact=means[2],
+            first_f1=means[3],
+            passages=means[4].mean,
+            tokens=means[5].mean,
+            ranking_seconds=means[6].mean,
+            reading_seconds=means[7].mean,
+            sets={
+                name: (estimate_mean(column[0]), estimate_mean(column[1]))
+                for name, column in columns.items()
+            },
+        )
+    return AnswerFigures(model=model, questions=dict(counts), conditions=figures)
+
+
+def table(figures: AnswerFigures) -> str:
+    """The figures as Markdown."""
+    names = list(figures.questions)
+    head = ["passages", "exact match", "token F1", *(f"F1 {name}" for name in names)]
+    head += ["passages a question", "tokens", "seconds: selection, answer"]
+    lines = [f"| {' | '.join(head)} |", "|---" + "|--:" * (len(head) - 1) + "|"]
+    for condition, row in figures.conditions.items():
+        cells = [condition, row.exact.shown(_points), row.f1.shown(_points)]
+        cells += [_points(row.sets[name][1].mean) for name in names]
+        cells += [f"{row.passages:.1f}", f"{row.tokens:.0f}"]
+        cells.append(f"{row.ranking_seconds:.1f}, {row.reading_seconds:.1f}")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _points(share: float) -> str:
+    return f"{100 * share:.1f}"
+
+
+@command(resumes=True)
+@click.argument("model")
+@click.argument("gold", type=PATH)
+@click.argument("data", type=PATH, nargs=-1, required=True)
+@click.option("--system", "systems", multiple=True, help="Reranker, or NAME@FOLDER.")
+@click.option("--questions", type=click.IntRange(1), default=100, help="Of each set.")
+@click.option("--output", type=PATH, default="runs/answers", help="Folder of answers and figures.")
+def main(
+    model: str,
+    gold: Path,
+    data: tuple[Path, ...],
+    systems: tuple[str, ...],
+    questions: int,
+    output: Path,
+) -> None:
+    """Let MODEL answer the questions of DATA from what rerankers keep, and print the table.
+
+    GOLD holds the answers: lines of set, id, query, answers.
+    """
+    lines = [GoldAnswers.model_validate_json(line) for _, line in read_lines(gold)]
+    known = {(one.set, one.id) for one in lines}
+    sets = {}
+    for name, queries in read_sets(data).items():
+        name = name.removesuffix(SUFFIX)
+        sets[name] = [query for query in queries if (name, query.id) in known][:questions]
+    output.mkdir(parents=True, exist_ok=True)
+    file = output / "answers.jsonl"
+    answer_all(AnsweringModel(model), selections(systems), sets, file)
+    figures = figures_of(model, read_answers(file), lines)
+    write_text(output / "answers.json", json.dumps(figures.model_dump(), indent=1) + "\n")
+    click.echo(table(figures))
+
+
+if __name__ == "__main__":
+    main()
