@@ -1,6 +1,5 @@
 """research.answers: what a language model answers from what is kept."""
 
-
 import pytest
 from conftest import DOCUMENTS, QUERY
 from transformers import AutoModelForCausalLM, AutoTokenizer
