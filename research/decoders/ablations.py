@@ -89,6 +89,11 @@ class AblationFile(Record):
     rows: tuple[AblationRow, ...] = ()
 
 
+def read_ablations(file: Path) -> AblationFile:
+    """Read a file of rows."""
+    return AblationFile.model_validate_json(file.read_text(encoding="utf-8"))
+
+
 def ablations(layers: int) -> Iterator[Ablation]:
     """All changes, for a model whose features have so many layers."""
     yield Ablation("method", "RSRank")
@@ -214,7 +219,7 @@ def main(plan: str, features: Path, output: Path, epochs: int | None, whole: boo
         options = FitOptions(epochs=epochs)
     rows: list[AblationRow] = []
     if output.exists():
-        rows += AblationFile.model_validate_json(output.read_text(encoding="utf-8")).rows
+        rows += read_ablations(output).rows
     done = {(row.group, row.name) for row in rows}
     by_signal: dict[Signal, Features] = {}
     values = read(read_plan, store, "values", whole=whole)

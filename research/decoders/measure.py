@@ -4,7 +4,6 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import click
-from typing_extensions import Self
 
 from rsrank_rag.adapters.systems import load
 from rsrank_rag.artifact import hub
@@ -19,6 +18,7 @@ from rsrank_rag.passages.rule import Fallback, Rule
 from rsrank_rag.training.batches import scored
 from rsrank_rag.training.store import QueryFeatures
 
+from .ablations import AblationRow, read_ablations
 from .plan import Plan
 from .store import Store
 
@@ -45,19 +45,17 @@ class Scores(Record):
     labels: dict[str, tuple[tuple[bool, ...], ...]]
     systems: dict[str, SystemScores]
 
-    @classmethod
-    def read(cls, file: Path) -> Self:
-        """Read a file of `write`."""
-        return cls.model_validate_json(file.read_text(encoding="utf-8"))
-
-    def write(self, file: Path) -> None:
-        """Write all scores with three decimals."""
-        write_text(file, self.model_dump_json() + "\n")
-
     def scored(self, system: str, name: str) -> list[ScoredQuery]:
         """One system's scores of one set."""
         pairs = zip(self.systems[system].scores[name], self.labels[name], strict=True)
         return [ScoredQuery(scores, relevant) for scores, relevant in pairs]
+
+
+class Figures(Record):
+    """The file from which all tables are made."""
+
+    scores: Scores
+    ablations: tuple[AblationRow, ...] = ()
 
 
 def rounded(queries: Iterable[ScoredQuery]) -> tuple[tuple[float, ...], ...]:
@@ -122,8 +120,14 @@ def named(text: str) -> tuple[str, str]:
 @click.argument("output", type=PATH)
 @click.option("--model", "models", multiple=True, help="NAME=ARTIFACT, measured on the features.")
 @click.option("--system", "systems", multiple=True, help="NAME=SYSTEM, measured on the texts.")
+@click.option("--ablations", type=PATH, help="A file of research.decoders.ablations to copy.")
 def main(
-    plan: str, features: Path, output: Path, models: tuple[str, ...], systems: tuple[str, ...]
+    plan: str,
+    features: Path,
+    output: Path,
+    models: tuple[str, ...],
+    systems: tuple[str, ...],
+    ablations: Path | None,
 ) -> None:
     """Score the dev queries of PLAN that FEATURES holds, and write OUTPUT (JSON)."""
     sets = sets_read(Plan.load(plan), Store(features))
@@ -137,7 +141,10 @@ def main(
     for text in systems:
         name, system = named(text)
         results[name] = score_texts(system, sets)
-    Scores(labels=labels, systems=results).write(output)
+    figures = Figures(scores=Scores(labels=labels, systems=results))
+    if ablations is not None:
+        figures = figures.model_copy(update={"ablations": read_ablations(ablations).rows})
+    write_text(output, figures.model_dump_json() + "\n")
 
 
 if __name__ == "__main__":

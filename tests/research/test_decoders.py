@@ -8,7 +8,7 @@ import torch
 from click.testing import CliRunner
 from conftest import DOCUMENTS, LAYERS, QUERIES
 
-from research.decoders import ablations, measure, train
+from research.decoders import ablations, measure, tables, train
 from research.decoders.extract import SignalReader, extract
 from research.decoders.plan import FIRST_DOCUMENTS, Plan, first_places, in_order, with_typo
 from research.decoders.rule import choose_rule
@@ -205,7 +205,7 @@ def test_the_artifact_gives_the_scores_of_stored_features(folder, features, arti
     assert ranker.config.fallback is not None
     output = folder / "scores.json"
     run(measure.main, folder / "plan.toml", features, output, "--model", f"tiny={artifact}")
-    scores = measure.Scores.read(output)
+    scores = measure.Figures.model_validate_json(output.read_text()).scores
     queries = Plan.load(str(folder / "plan.toml")).files("dev")["2wiki.sentence"].drawn()
     for query, stored in zip(queries, scores.scored("tiny", "2wiki.sentence"), strict=True):
         texts = [document.content() for document in query.documents]
@@ -225,7 +225,7 @@ def test_each_ablation_is_computed_once(folder, features):
     output = folder / "ablations.json"
     arguments = (folder / "plan.toml", features, output, "--epochs", 1)
     printed = run(ablations.main, *arguments)
-    rows = ablations.AblationFile.model_validate_json(output.read_text()).rows
+    rows = ablations.read_ablations(output).rows
     by_name = {(row.group, row.name): row for row in rows}
     assert by_name["signal", "hidden states"].parameters == 3 * 1 * 64 * 64
     assert by_name["layers", "the first 2"].layers == 2
@@ -240,3 +240,18 @@ def test_b_learns_from_the_sets_that_a_recipe_names(folder, features):
     sets = train.read_sets(recipe, Store(features))
     assert (len(sets.training), len(sets.held_out)) == (7, 1)
     assert train.changed(FitOptions(epochs=2)) == {"epochs": 2}
+
+
+def test_tables_show_the_measures_of_the_scores():
+    labels = ((True, False, False), (False, False))
+    scores = {"ours": {"threshold": 0.0, "scores": {"everyday.passage": [[1, 2, -1], [0.5, -1]]}}}
+    figures = {"scores": {"labels": {"everyday.passage": labels}, "systems": scores}}
+    # nDCG@5 is that of the answerable query: its relevant passage is second.
+    row = "| everyday questions (2) | ours | 63.1 | 0.50 | zero | 0% | 1.5 | 33.3 | 100% |"
+    assert row in tables.typed(figures)
+    figures["scores"]["labels"] = {"fiqa": labels[:1]}
+    figures["scores"]["systems"]["ours"]["scores"] = {"fiqa": [[1, 2, -1]]}
+    assert "| ours | 63.1 | 63.1 |" in tables.papers_sets(figures)
+    assert "| Qwen3-8B, the paper | 97.5 | 97.5 |" in tables.papers_sets(figures)
+    assert "| ours | FiQA | 1 | 66.7 | 66.7 | 0.0 |  |  |" in tables.gaps(figures)
+    assert "| ours | 0.333 | 0.667 | 0.0000 | -0.334 |" in tables.thresholds(figures)

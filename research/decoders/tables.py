@@ -1,0 +1,173 @@
+"""Tables of what was measured on decoders, each made from ``research/docs/decoders.json``.
+
+`python -m benchmarks.tables` writes them into the pages.
+"""
+
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from rsrank_rag.evaluation.metrics import (
+    ScoredQuery,
+    best_threshold,
+    ranking_measures,
+    selection_measures,
+)
+from rsrank_rag.evaluation.unanswerable import auroc, best_scores
+from rsrank_rag.passages.rule import Rule
+
+from ..reproduction.thresholds import paired_t_test, threshold_stability
+from .ablations import AblationRow
+from .measure import Figures
+
+PAPERS_SETS = {
+    "2wiki.sentence": "2Wiki",
+    "hotpotqa.sentence": "HotpotQA",
+    "musique.paragraph": "MuSiQue",
+    "fiqa": "FiQA",
+    "fever.sentence": "FEVER",
+    "nfcorpus": "NFCorpus",
+}
+
+PAPER = {
+    "nDCG@5": (80.2, 79.6, 84.0, 97.5, 99.2, 83.4),
+    "Recall@5": (85.1, 83.0, 88.8, 95.6, 99.7, 34.3),
+    "F1 at zero": (60.5, 51.8, 61.2, 85.9, 83.4, 62.2),
+}
+"""RSRank on Qwen3-8B, as the paper reports it, set by set."""
+
+TYPED_SETS = {
+    "everyday.passage": "everyday questions",
+    "everyday.passage.typo": "the same with a typo",
+    "realdocs.passage": "questions over real documents",
+}
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table; all columns but the first are right-aligned."""
+    lines = [head, ["---", *["--:"] * (len(head) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def points(share: float) -> str:
+    """A share in points of 100."""
+    return f"{100 * share:.1f}"
+
+
+def measures(queries: Sequence[ScoredQuery]) -> dict[str, float]:
+    """nDCG@5, Recall@5 and F1 at zero of a set, and F1 at the set's best threshold."""
+    ranking = ranking_measures(queries)
+    answerable = np.array([any(query.relevant) for query in queries])
+    return {
+        "nDCG@5": float(ranking["ndcg@5"][answerable].mean()),
+        "Recall@5": float(ranking["recall@5"][answerable].mean()),
+        "F1 at zero": float(selection_measures(queries, Rule(0.0))["f1"].mean()),
+        "F1 at best": best_threshold(queries)[1],
+    }
+
+
+def papers_sets(figures: Any) -> str:
+    """nDCG@5, Recall@5 and F1 at zero on the paper's sets, the paper's figures beside ours."""
+    scores = Figures.model_validate(figures).scores
+    names = [name for name in PAPERS_SETS if name in scores.labels]
+    counts = [f"{PAPERS_SETS[name]} ({len(scores.labels[name])})" for name in names]
+    places = [list(PAPERS_SETS).index(name) for name in names]
+    blocks = []
+    for metric, reported in PAPER.items():
+        rows = []
+        for system, of_system in scores.systems.items():
+            if metric == "F1 at zero" and not of_system.own_threshold:
+                continue
+            values = [measures(scores.scored(system, name))[metric] for name in names]
+            rows.append([system, *map(points, [*values, statistics.fmean(values)])])
+        papers = [reported[place] for place in places]
+        paper_row = [f"{value:.1f}" for value in [*papers, statistics.fmean(papers)]]
+        rows.append(["Qwen3-8B, the paper", *paper_row])
+        blocks.append(table([f"{metric} (queries)", *counts, "mean"], rows))
+    return "\n\n".join(blocks)
+
+
+def typed(figures: Any) -> str:
+    """What is lost and kept of typed questions, at zero and by the artifact's rule."""
+    scores = Figures.model_validate(figures).scores
+    head = ["questions", "model", "nDCG@5", "AUROC", "rule", "lost", "kept", "F1", "false"]
+    rows = []
+    for name, title in TYPED_SETS.items():
+        if name not in scores.labels:
+            continue
+        for system, of_system in scores.systems.items():
+            queries = scores.scored(system, name)
+            separation = auroc(*best_scores(queries)) or 0.0
+            for words, rule in (("zero", Rule(0.0)), ("default", of_system.rule)):
+                values = selection_measures(queries, rule)
+                unanswerable = np.isnan(values["recall"])
+                row = [
+                    f"{title} ({len(queries)})",
+                    system,
+                    points(measures(queries)["nDCG@5"]),
+                    f"{separation:.2f}",
+                    words,
+                    f"{np.nanmean(values['left_with_nothing']):.0%}",
+                    f"{values['kept'].mean():.1f}",
+                    points(float(values["f1"].mean())),
+                    f"{np.mean(values['kept'][unanswerable] > 0):.0%}"
+                    if unanswerable.any()
+                    else "",
+                ]
+                rows.append(row)
+    return table(head, rows)
+
+
+def thresholds(figures: Any) -> str:
+    """Bias and variance of the best thresholds of the paper's sets (paper, Section 2.1)."""
+    scores = Figures.model_validate(figures).scores
+    names = [name for name in PAPERS_SETS if name in scores.labels]
+    rows = []
+    for system, of_system in scores.systems.items():
+        sets = {name: scores.scored(system, name) for name in names}
+        stability = threshold_stability(sets, of_system.threshold)
+        best = [f"{stability.best[name]:.3f}" for name in names]
+        row = [system, f"{stability.natural:.3f}", f"{stability.bias:.3f}"]
+        rows.append([*row, f"{stability.variance:.4f}", *best])
+    head = ["system", "threshold", "bias", "variance", *(PAPERS_SETS[name] for name in names)]
+    return table(head, rows)
+
+
+def gaps(figures: Any) -> str:
+    """F1 at each query's and at the set's best threshold, with the t-test (paper, Table 1)."""
+    scores = Figures.model_validate(figures).scores
+    rows = []
+    for system in scores.systems:
+        for name, title in PAPERS_SETS.items():
+            if name not in scores.labels:
+                continue
+            queries = scores.scored(system, name)
+            own = [best_threshold([query])[1] for query in queries]
+            shared = Rule(best_threshold(queries)[0])
+            at_best = selection_measures(queries, shared)["f1"].tolist()
+            test = paired_t_test(own, at_best)
+            row = [system, title, str(len(queries)), points(statistics.fmean(own))]
+            row += [points(statistics.fmean(at_best)), points(test.difference)]
+            row += ["" if test.t is None else f"{test.t:.2f}"]
+            row += ["" if test.p is None else f"{test.p:.1e}"]
+            rows.append(row)
+    return table(["system", "set", "N", "Q-Opt", "D-Opt", "gap", "t", "p"], rows)
+
+
+def ablations(figures: Any) -> str:
+    """One table for each group of changes."""
+    rows = Figures.model_validate(figures).ablations
+    blocks = []
+    for group in dict.fromkeys(row.group for row in rows):
+        cells = [_ablation_cells(row) for row in rows if row.group == group]
+        head = [group, "trained on", "layers", "numbers in B", "nDCG@5", "Recall@5", "F1 at zero"]
+        blocks.append(table([*head, "F1 at best"], cells))
+    return "\n\n".join(blocks)
+
+
+def _ablation_cells(row: AblationRow) -> list[str]:
+    numbers = [f"{row.training_queries}", f"{row.layers}", f"{row.parameters:,}"]
+    metrics = ("ndcg@5", "recall@5", "f1@0", "f1@best")
+    return [row.name, *numbers, *(row.metrics[metric].shown(points) for metric in metrics)]
