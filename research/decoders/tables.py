@@ -102,7 +102,7 @@ def typed(figures: Any) -> str:
             separation = auroc(*best_scores(queries)) or 0.0
             for words, rule in (("zero", Rule(0.0)), ("default", of_system.rule)):
                 values = selection_measures(queries, rule)
-                unanswerable = np.isnan(values["recall"])
+                false_lists = values["kept"][np.isnan(values["recall"])] > 0
                 row = [
                     f"{title} ({len(queries)})",
                     system,
@@ -112,9 +112,7 @@ def typed(figures: Any) -> str:
                     f"{np.nanmean(values['left_with_nothing']):.0%}",
                     f"{values['kept'].mean():.1f}",
                     points(float(values["f1"].mean())),
-                    f"{np.mean(values['kept'][unanswerable] > 0):.0%}"
-                    if unanswerable.any()
-                    else "",
+                    f"{np.mean(false_lists):.0%}" if len(false_lists) else "",
                 ]
                 rows.append(row)
     return table(head, rows)

@@ -247,7 +247,7 @@ def test_tables_show_the_measures_of_the_scores():
     scores = {"ours": {"threshold": 0.0, "scores": {"everyday.passage": [[1, 2, -1], [0.5, -1]]}}}
     figures = {"scores": {"labels": {"everyday.passage": labels}, "systems": scores}}
     # nDCG@5 is that of the answerable query: its relevant passage is second.
-    row = "| everyday questions (2) | ours | 63.1 | 0.50 | zero | 0% | 1.5 | 33.3 | 100% |"
+    row = "| everyday questions (2) | ours | 63.1 | 0.75 | zero | 0% | 1.5 | 33.3 | 100% |"
     assert row in tables.typed(figures)
     figures["scores"]["labels"] = {"fiqa": labels[:1]}
     figures["scores"]["systems"]["ours"]["scores"] = {"fiqa": [[1, 2, -1]]}
