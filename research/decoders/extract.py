@@ -24,6 +24,7 @@ from rsrank_rag.training.features import FeatureExtractor
 from rsrank_rag.training.recipe import FeaturePart
 from rsrank_rag.training.store import open_folder, write_features
 
+from .instruction import InstructedBackbone
 from .plan import Plan, in_order
 from .store import Store, parts_of
 
@@ -94,6 +95,7 @@ def extract(plan: str, output: Path, model: str | None) -> None:
         template=template,
         max_lengths=(part.max_length,),
     )
+    core = InstructedBackbone.of(core, prompts.instruction)
     layers = range(1, core.num_layers)
     store = Store(output)
     open_folder(

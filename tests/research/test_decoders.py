@@ -147,7 +147,7 @@ def test_stored_features_are_those_of_a_query_read_at_once(folder, features, ope
         assert stored.relevant == whole.relevant
         assert stored.oracle
         assert stored.tokens == whole.tokens
-        torch.testing.assert_close(stored.shifts, whole.shifts, rtol=0.01, atol=0.001)
+        torch.testing.assert_close(stored.shifts, whole.shifts, rtol=0.001, atol=1e-4)
 
 
 def test_queries_are_whole_if_both_parts_are_there(folder, features):
