@@ -54,6 +54,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default="mini")
+    parser.add_argument("--backbone", help="folder of the language model")
     parser.add_argument("--data", type=Path, nargs="+", required=True)
     parser.add_argument("--limit", type=int, default=20, help="queries of each file")
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS))
@@ -63,6 +64,7 @@ def main() -> None:
     def measure(how: dict[str, Any], change: Any) -> tuple[Tensor, float, float]:
         """Scores, and nDCG@5 and F1 at zero as means over the files."""
         loading = {"device": "cpu", "dtype": "float32", "prefix_cache": False, **how}
+        loading["backbone"] = options.backbone
         if loading["dtype"] == "float32":
             # Weights are changed in torch's model.
             loading["runtime"] = "torch"
