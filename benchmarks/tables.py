@@ -14,6 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from research.decoders import tables as decoders
+
 from . import few_queries, neighbours, peers, sentences
 
 ROOT = Path(__file__).parents[1]
@@ -28,6 +30,8 @@ class Table(NamedTuple):
     made: Callable[[Any], str]
 
 
+DECODERS = "research/docs/decoders.json"
+
 TABLES = {
     "peers": Table("docs/benchmarks.md", "docs/peers.json", peers.table),
     "neighbours": Table("research/docs/speed.md", "docs/neighbours.json", neighbours.table),
@@ -37,6 +41,13 @@ TABLES = {
         "docs/training.md", "docs/few-queries.json", few_queries.overview
     ),
     "few queries": Table("research/docs/training.md", "docs/few-queries.json", few_queries.tables),
+    "models": Table("README.md", DECODERS, decoders.ladder),
+    "decoders": Table("docs/decoders.md", DECODERS, decoders.overview),
+    "decoders, paper's sets": Table("research/docs/results.md", DECODERS, decoders.papers_sets),
+    "decoders, typed": Table("research/docs/results.md", DECODERS, decoders.typed),
+    "decoders, thresholds": Table("research/docs/results.md", DECODERS, decoders.thresholds),
+    "decoders, gaps": Table("research/docs/results.md", DECODERS, decoders.gaps),
+    "decoders, ablations": Table("research/docs/results.md", DECODERS, decoders.ablations),
 }
 
 

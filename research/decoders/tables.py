@@ -20,7 +20,7 @@ from rsrank_rag.passages.rule import Rule
 
 from ..reproduction.thresholds import paired_t_test, threshold_stability
 from .ablations import AblationRow
-from .measure import Figures
+from .measure import Figures, Scores
 
 PAPERS_SETS = {
     "2wiki.sentence": "2Wiki",
@@ -45,6 +45,21 @@ TYPED_SETS = {
 }
 
 
+SHIPPED = {
+    "mini": ("28M", "no torch", "English"),
+    "qwen2.5-coder-0.5b": ("494M", "`[lm]`, 1 GB", "many"),
+    "qwen2.5-coder-1.5b": ("1.5B", "`[lm]`, 3 GB", "many"),
+}
+"""Size, needs and languages of the models that ship."""
+
+LADDER = {
+    "2wiki.sentence": "2Wiki, sentences",
+    "everyday.passage": "everyday questions",
+    "fever.sentence": "FEVER, not in training",
+}
+"""Sets of the README's table."""
+
+
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A Markdown table; all columns but the first are right-aligned."""
     lines = [head, ["---", *["--:"] * (len(head) - 1)], *rows]
@@ -66,6 +81,51 @@ def measures(queries: Sequence[ScoredQuery]) -> dict[str, float]:
         "F1 at zero": float(selection_measures(queries, Rule(0.0))["f1"].mean()),
         "F1 at best": best_threshold(queries)[1],
     }
+
+
+def overview(figures: Any) -> str:
+    """nDCG@5, F1 at zero and F1 by the default rule of each set and system."""
+    scores = Figures.model_validate(figures).scores
+    head = ["questions (number)"]
+    for metric in ("nDCG@5", "F1 at zero", "F1, default rule"):
+        head += [f"{metric} {system}" for system in scores.systems]
+    rows = []
+    for name, title in {**PAPERS_SETS, **TYPED_SETS}.items():
+        if name in scores.labels:
+            rows.append([f"{title} ({len(scores.labels[name])})", *_overview_cells(scores, name)])
+    return table(head, rows)
+
+
+def _overview_cells(scores: Scores, name: str) -> list[str]:
+    ranking = []
+    at_zero = []
+    by_rule = []
+    for system, of_system in scores.systems.items():
+        queries = scores.scored(system, name)
+        values = measures(queries)
+        ranking.append(points(values["nDCG@5"]))
+        at_zero.append(points(values["F1 at zero"]))
+        selected = selection_measures(queries, of_system.rule)
+        by_rule.append(points(float(selected["f1"].mean())))
+    return [*ranking, *at_zero, *by_rule]
+
+
+def ladder(figures: Any) -> str:
+    """The shipped models: what each is, and nDCG@5 / F1 by the default rule of some sets."""
+    scores = Figures.model_validate(figures).scores
+    names = [name for name in LADDER if name in scores.labels]
+    head = ["name", "size", "needs", "languages", *(LADDER[name] for name in names)]
+    rows = []
+    for system, of_system in scores.systems.items():
+        if system not in SHIPPED:
+            continue
+        cells = [f"`{system}`", *SHIPPED[system]]
+        for name in names:
+            queries = scores.scored(system, name)
+            f1 = selection_measures(queries, of_system.rule)["f1"].mean()
+            cells.append(f"{points(measures(queries)['nDCG@5'])} / {points(float(f1))}")
+        rows.append(cells)
+    return table(head, rows)
 
 
 def papers_sets(figures: Any) -> str:

@@ -249,6 +249,10 @@ def test_tables_show_the_measures_of_the_scores():
     # nDCG@5 is that of the answerable query: its relevant passage is second.
     row = "| everyday questions (2) | ours | 63.1 | 0.75 | zero | 0% | 1.5 | 33.3 | 100% |"
     assert row in tables.typed(figures)
+    assert "| everyday questions (2) | 63.1 | 33.3 | 33.3 |" in tables.overview(figures)
+    figures["scores"]["systems"]["mini"] = scores["ours"]
+    assert "| `mini` | 28M | no torch | English | 63.1 / 33.3 |" in tables.ladder(figures)
+    del figures["scores"]["systems"]["mini"]
     figures["scores"]["labels"] = {"fiqa": labels[:1]}
     figures["scores"]["systems"]["ours"]["scores"] = {"fiqa": [[1, 2, -1]]}
     assert "| ours | 63.1 | 63.1 |" in tables.papers_sets(figures)
