@@ -29,8 +29,8 @@ from rsrank_rag.reranker import Reranker
 SUFFIX = ".paragraph"
 
 PROMPT = (
-    "Answer the question in as few words as possible: a name, a date, a number, yes or no. "
-    "Write the answer only.\n\n{passages}Question: {question}"
+    "{passages}Question: {question}\n\n"
+    "Answer the question with as few words as possible. Write only the answer, without a sentence."
 )
 
 NEW_TOKENS = 24
