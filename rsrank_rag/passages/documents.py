@@ -83,5 +83,6 @@ def _as_document(place: int, entry: Any) -> InputDocument:
     elif isinstance(entry, (HasText, HasPageContent)):
         text = entry.text if isinstance(entry, HasText) else entry.page_content
         id_, metadata = getattr(entry, "id", None), getattr(entry, "metadata", None) or {}
-    check_text(f"Document {place} (or its text)", text)
+    name = f"Document {place}" if text is entry else f"The text of document {place}"
+    check_text(name, text)
     return InputDocument(text, id_, metadata)

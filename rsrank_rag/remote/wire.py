@@ -71,10 +71,9 @@ def request_body(model: str | None, call: RankCall) -> bytes:
         "threshold": None,
         "normalize": False,
         **asdict(replace(call.reading, context=0)),
+        # Without a value, long documents are read as the service's model reads them by default.
+        "long_documents": call.options.get("long_documents"),
     }
-    if call.options.get("long_documents") is None:
-        # The service's model has a default of its own.
-        del body["long_documents"]
     return json.dumps(body, ensure_ascii=False).encode()
 
 

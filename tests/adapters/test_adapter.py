@@ -533,11 +533,12 @@ def test_limits_of_a_call_replace_those_of_the_adapter_one_by_one():
         "context": 0,
         "heading": True,
         "long_documents": None,
+        "max_characters": 100_000,
         "long_queries": "cut",
+        "metadata_fields": ("title",),
+        "scores": "raw",
     }
-    with pytest.raises(
-        TypeError, match=r"Unknown argument: k\. A call takes threshold, max_gap, fallback"
-    ):
+    with pytest.raises(TypeError, match=r"no argument 'k'\. It takes threshold, max_gap, fallback"):
         made._options({"k": 3})
     for wrong in (
         {"top_n": 2.5},

@@ -79,10 +79,15 @@ def test_a_window_is_one_of_the_text_without_its_title():
 
 
 @pytest.mark.parametrize(
-    "entry", [5, None, {"title": "no text"}, {"text": None}, SimpleNamespace(text=3)]
+    ("entry", "message"),
+    [
+        (5, "Document 1 must be a string, got int"),
+        ({"title": "T"}, "The text of document 1 must be a string, got NoneType"),
+        (SimpleNamespace(text=3), "The text of document 1 must be a string, got int"),
+    ],
 )
-def test_an_entry_without_text_is_named(entry):
-    with pytest.raises(InputError, match=r"Document 1 \(or its text\) must be a string"):
+def test_an_entry_without_text_is_named(entry, message):
+    with pytest.raises(InputError, match=message):
         as_documents(["a", entry])
 
 

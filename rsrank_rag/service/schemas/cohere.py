@@ -117,7 +117,7 @@ class RerankRequest(ScoringRequest):
     """Keep so many sentences around each such sentence, too."""
     heading: Flag = False
     """Documents begin with a line that is kept with any of their sentences."""
-    long_documents: LongDocuments = "cut"
+    long_documents: LongDocuments | None = None
     """windows: read long documents in parts; the best part's score counts."""
     max_characters: Count | None = Field(default=MAX_CHARACTERS, ge=1)
     """Of a document in parts, read at most so many characters; null for all."""
@@ -137,7 +137,8 @@ class RerankRequest(ScoringRequest):
     @property
     def reading(self) -> Reading:
         """How documents are to be read."""
-        reading = (self.extract, self.context, self.heading, self.long_documents)
+        long_documents = self.long_documents or "cut"
+        reading = (self.extract, self.context, self.heading, long_documents)
         return Reading(*reading, self.max_characters)
 
     def query_and_documents(self) -> tuple[str, list[str]]:  # noqa: D102 - inherited
