@@ -282,7 +282,7 @@ class Reranker(ABC):
         call = RankCall.of(query, documents, options, self.long_documents)
         read = query if options.get("long_queries") == "error" else self.fit_query(query)
         pairs = self._pairs(read, call.texts, call.reading)
-        if all(pair.reading == WHOLE for pair in pairs):
+        if all(pair.reading.is_whole for pair in pairs):
             scored = self.score_pairs(pairs)
         else:
             scored = score_in_parts(pairs, self.token_ends, self.score_pairs)

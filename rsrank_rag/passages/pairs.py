@@ -84,7 +84,7 @@ def score_in_parts(
 
 def parts_of(pair: Pair, spans: Sequence[Span]) -> list[Pair]:
     """The parts of a document, or of a segment of it, as pairs whose documents are read whole."""
-    if pair.reading == WHOLE:
+    if pair.reading.is_whole:
         return [pair]
     return [
         replace(pair, document=pair.document[start:stop], reading=WHOLE) for start, stop in spans
@@ -139,7 +139,7 @@ def cut(pair: Pair, token_ends: TokenEnds, before: Segment | None = None) -> Seg
             tokens end.
     """
     document, reading = pair.document, pair.reading
-    if reading == WHOLE:
+    if reading.is_whole:
         return Segment([(0, len(document))], len(document), is_last=True)
     before = before or Segment([])
     start, length, limit = before.stop, SEGMENT, 0
@@ -179,7 +179,7 @@ def combined(pair: Pair, spans: Sequence[Span], parts: Sequence[Scored]) -> Scor
     """The score of a document from those of its parts."""
     if not parts:
         return Scored(BLANK_SCORE)
-    if pair.reading == WHOLE:
+    if pair.reading.is_whole:
         return parts[0]
     # A score that is not finite counts as the best, so that the caller notices it.
     best = max(

@@ -96,6 +96,11 @@ class Reading:
         return cls(**{**fields, "long_documents": options.get("long_documents") or default})
 
     @property
+    def is_whole(self) -> bool:
+        """Whether documents are read as one part each, or their beginnings."""
+        return self.extract is None and self.long_documents == "cut"
+
+    @property
     def in_windows(self) -> bool:
         """Whether documents that are too long are read in windows."""
         return self.extract is None and self.long_documents == "windows"

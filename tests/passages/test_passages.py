@@ -312,6 +312,9 @@ def test_of_a_huge_document_a_beginning_is_read_and_the_result_says_so(options):
     whole = Hits().rank("q", [text], threshold=None, max_characters=None, **options).kept[0]
     assert (whole.truncated, whole.score) == (False, 0.5)
     assert Reading().max_characters == MAX_CHARACTERS
+    # A document that is cut after a number of tokens is one part.
+    cut = Hits().rank("q", [text * 50], threshold=None, max_characters=200).kept[0]
+    assert (cut.truncated, cut.window) == (True, None)
 
 
 def test_a_limit_of_tokens_holds_for_the_document_and_not_for_each_part():
