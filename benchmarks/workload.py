@@ -23,7 +23,12 @@ from transformers import AutoModel, AutoModelForCausalLM, PreTrainedTokenizerFas
 from rsrank_rag import Projection, RSRank, Template
 from rsrank_rag.language_model.fusion import layers_of
 from rsrank_rag.language_model.options import LoadOptions
-from rsrank_rag.method.formula import combine, representational_shift, shift_terms
+from rsrank_rag.method.formula import (
+    combine,
+    representational_shift,
+    shift_terms,
+    similarity_windows,
+)
 from rsrank_rag.method.scoring import of_layer
 
 WORDS = """
@@ -198,13 +203,14 @@ class Plain:
                 )
                 terms = shift_terms(shift, *of_layer(projection, layer))
                 total += terms.mean(-1).sum(-1)
-            scores += combine(total, agreement, projection.agreement).tolist()
+            for shift_score, of_windows in zip(total, agreement, strict=True):
+                scores.append(float(combine(shift_score, of_windows, projection.agreement)))
         return scores
 
     def _read(
         self, prefixes: list[tuple[int, ...]], query: tuple[int, ...], scored: slice
-    ) -> tuple[list[Tensor], Tensor]:
-        """Value vectors of the query's tokens, and agreement (N, 2).
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Value vectors of the query's tokens, and agreement (W, 2) of each document's W windows.
 
         Hooks take the documents out of the mask of a BERT's layers below the fusion layer, and keep
         them as they are above.
@@ -233,25 +239,25 @@ class Plain:
             for hook in hooks:
                 hook.remove()
         if not fusion:
-            return found, torch.zeros(len(prefixes), 2, device=entering[0].device)
+            return found, [torch.zeros(1, 2, device=entering[0].device)] * len(prefixes)
         states = entering[0].float()
-        documents = torch.stack(
-            [row[: len(prefix)].mean(0) for row, prefix in zip(states, prefixes, strict=True)]
-        )
-        cosines = cosine_similarity(documents, states[:, width:].mean(1))
         values = normalize(
             value_projections(self.ranker.backbone.model)[fusion](entering[0]).float(), dim=-1
         )
-        before, after = len(self.ranker.prompts.instruction), self.ranker.prompts.after_document
-        nearest = [
-            (asked[scored] @ row[before : len(prefix) - after].mT).amax(1).mean()
-            if len(prefix) > before + after
-            else cosines[0]
-            for row, asked, prefix in zip(
-                values[:, :width], values[:, width:], prefixes, strict=True
-            )
-        ]
-        return found, torch.stack([cosines, torch.stack(nearest)], 1)
+        before = len(self.ranker.prompts.instruction)
+        agreement = []
+        for row, prefix in enumerate(prefixes):
+            cosines = values[row, width:][scored] @ values[row, : len(prefix)].mT
+            cosines[:, :before] = -1
+            cosines[:, len(prefix) - self.ranker.prompts.after_document :] = -1
+            query = states[row, width:].mean(0)
+            pairs = []
+            windows = similarity_windows(len(prefix), self.ranker.config.similarity_window)
+            for window in (slice(*ends) for ends in windows):
+                cosine = cosine_similarity(states[row, window].mean(0), query, dim=0)
+                pairs.append(torch.stack([cosine, cosines[:, window].amax(1).mean()]))
+            agreement.append(torch.stack(pairs))
+        return found, agreement
 
 
 def value_projections(model: torch.nn.Module) -> list[torch.nn.Module]:

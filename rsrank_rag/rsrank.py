@@ -26,10 +26,12 @@ from .method.batches import (
     is_out_of_memory,
     token_budget_for,
 )
+from .method.formula import similarity_windows
 from .method.prefix import padded_length
 from .method.scoring import Row, ShiftReader, score_rows
 from .method.template import PromptTokenizer, TokenisedDocument, TokenisedQuery
 from .passages.explanation import Explanation
+from .passages.parts import Span, stripped
 from .prefixes.cache import CachedPrefixes, PrefixTiers, check_room
 from .prefixes.settings import Choice, as_prefix_cache
 from .reranker import (
@@ -296,6 +298,7 @@ class RSRank(Pretrained, Reranker):
         layers = self.projection.layers
         terms = np.zeros((tokens.length, len(layers), self.backbone.num_heads))
         similarity = np.zeros(1 + tokens.length)
+        window = None
         if not prompt.empty:
             row = Row(prompt.ids, tokens)
             try:
@@ -303,7 +306,10 @@ class RSRank(Pretrained, Reranker):
                     parts = score_rows(self.reader, self.projection, [row])
                 score = finite(float(parts[0][0]), 0)
                 terms = to_numpy(parts[1][0]).transpose(2, 0, 1)
-                similarity = to_numpy(parts[2][0])
+                windows = to_numpy(parts[2][0])
+                best = int(windows.sum(-1).argmax())
+                similarity = windows[best]
+                window = self._characters(document, prompt, best)
             except (MemoryError, RuntimeError) as error:
                 if not is_out_of_memory(error):
                     raise
@@ -319,7 +325,23 @@ class RSRank(Pretrained, Reranker):
             head_parts=tuple(tuple(tuple(heads) for heads in row) for row in terms.tolist()),
             agreement=float(similarity.sum()),
             matches=tuple(similarity[1:].tolist()) if similarity[1:].any() else (),
+            similarity_window=window,
         )
+
+    def _characters(self, document: str, prompt: TokenisedDocument, number: int) -> Span | None:
+        """Start and end of a similarity window, without the template, in characters.
+
+        None for the first window, the whole document.
+        """
+        if number == 0:
+            return None
+        count = len(prompt.ids)
+        start, stop = similarity_windows(count, self.config.similarity_window)[number]
+        before = len(self.prompts.instruction)
+        # Where the token in front of each position ends.
+        ends = [0, *self.prompts.token_ends(document)[0][: count - self.prompts.overhead]]
+        first, last = np.clip([start - before, stop - before], 0, len(ends) - 1)
+        return stripped(document, ends[first], ends[last])
 
     def with_salt(self, salt: str) -> Self:
         """See `Reranker.with_salt`. The ranker shares the model and B."""

@@ -74,7 +74,7 @@ class SignalReader(ShiftReader):
                 pad(shift[layer], (0, 0, 0, width - shift[layer].shape[2])) for shift in found
             ]
             consume(layer, torch.cat(shifts))
-        return torch.zeros(len(rows), 1, dtype=torch.float64)
+        return torch.zeros(len(rows), 1, 1, dtype=torch.float64)
 
     def _difference(
         self, row: Row, alone: dict[tuple[Ids, Ids], dict[int, Tensor]]

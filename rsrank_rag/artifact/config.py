@@ -66,6 +66,10 @@ class RSRankConfig(BaseModel, extra="forbid", frozen=True, ser_json_inf_nan="con
     fusion_layer: int = Field(default=0, ge=0)
     """The first layer in which queries see documents. This layer and all above it get keys and
     values from the states of a document that enter this layer."""
+    similarity_window: int | None = Field(default=None, gt=0, multiple_of=2)
+    """Positions of a similarity window. The similarity terms are those of the window with the
+    greatest sum of these terms; the whole document is one of the windows, and the only one if None.
+    """
     template: Template = Template()
     max_length: int | None = Field(default=None, gt=0)
     """Positions to use, if fewer than the model has."""
@@ -90,6 +94,8 @@ class RSRankConfig(BaseModel, extra="forbid", frozen=True, ser_json_inf_nan="con
                 f"(up to layer {self.fusion_layer}, queries do not see the document), "
                 f"got {self.layers[0]}..{self.layers[-1]}"
             )
+        if self.similarity_window is not None and not self.fusion_layer:
+            raise ValueError("similarity_window needs a fusion_layer")
         return self
 
     @property

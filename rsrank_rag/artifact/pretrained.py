@@ -158,6 +158,7 @@ class Pretrained(ABC):
         *,
         template: Template | None = None,
         fusion_layer: int = 0,
+        similarity_window: int | None = None,
         revision: str | None = None,
         options: LoadOptions | None = None,
         training: TrainingRecord | None = None,
@@ -172,6 +173,7 @@ class Pretrained(ABC):
             fusion_layer: The first layer in which queries see documents. B reads layers above it.
                 Below it, a query's tokens see only ``query_start + query + suffix``. Documents run
                 up to this layer only: this layer and all above it see the states that enter it.
+            similarity_window: Positions of a similarity window; None for the whole document only.
             revision: The language model's revision on the Hub, recorded in the artifact.
             options: How to load the language model.
             training: The data and settings B was trained with, recorded in the artifact.
@@ -191,6 +193,7 @@ class Pretrained(ABC):
             last_layer=projection.layers[-1],
             template=template,
             fusion_layer=fusion_layer,
+            similarity_window=similarity_window,
         )
         files = hashes(folder_of(name, revision, load.cache_dir))
         try:
@@ -199,6 +202,7 @@ class Pretrained(ABC):
                 layers=projection.layers,
                 projection_dim=projection.weight.shape[2],
                 fusion_layer=fusion_layer,
+                similarity_window=similarity_window,
                 template=template,
                 training=training or TrainingRecord(),
                 license=license,
@@ -328,6 +332,7 @@ def open_on_torch(
         last_layer=config.layers[-1],
         template=config.template,
         fusion_layer=config.fusion_layer,
+        similarity_window=config.similarity_window,
         max_lengths=(config.max_length, source.max_length),
         spec=spec,
     )
@@ -378,6 +383,7 @@ def _open_encoder(
         encoder,
         last_layer=config.layers[-1],
         fusion_layer=config.fusion_layer,
+        similarity_window=config.similarity_window,
         calibration=calibration_ids(prompts) if dtype == "int8" else (),
     )
     return core, prompts, hub.read_weights(folder, config)
@@ -391,6 +397,7 @@ def open_model(
     last_layer: int | None,
     template: Template,
     fusion_layer: int = 0,
+    similarity_window: int | None = None,
     max_lengths: tuple[int | None, ...] = (),
     spec: BackboneSpec | None = None,
 ) -> "tuple[Backbone, PromptTokenizer]":
@@ -408,6 +415,7 @@ def open_model(
     )
     if spec is not None:
         check_model(core, loaded.tokenizer, spec, name)
+    core.similarity_window = similarity_window
     core.identity["bits"] = bits_of(core.model)
     limits = (core.max_length, *max_lengths)
     prompts = PromptTokenizer(

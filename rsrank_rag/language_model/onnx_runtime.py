@@ -21,7 +21,7 @@ from safetensors.numpy import load_file
 from ..errors import BackboneError, MissingDependencyError, pip_install
 from ..method.batches import Ids
 from ..method.language_model import LanguageModel
-from ..method.prefix import Prefix, Prefixes, Show, pooled
+from ..method.prefix import Prefix, Prefixes, Show, pooled_texts
 from .cores import usable_cores
 from .onnx_graph import HIDDEN, ZERO, Encoder, Graph, Parameters
 from .options import ENCODER_FILES
@@ -116,6 +116,7 @@ class OnnxBackbone(LanguageModel):
         config: Its config, from `read_encoder_config`.
         last_layer: The last layer whose value vectors are read.
         fusion_layer: The first layer in which queries see documents.
+        similarity_window: As in `LanguageModel`.
         calibration: Texts that fix the scales of documents in int8; none for float32.
 
     Raises:
@@ -132,11 +133,13 @@ class OnnxBackbone(LanguageModel):
         *,
         last_layer: int,
         fusion_layer: int,
+        similarity_window: int | None = None,
         calibration: Sequence[Ids] = (),
     ) -> None:
         self.folder = folder
         self.last_layer = last_layer
         self.fusion_layer = fusion_layer
+        self.similarity_window = similarity_window
         self.config = config
         self.name = f"{config['model_type']} ({folder})"
         self.num_heads = config["num_attention_heads"]
@@ -227,10 +230,10 @@ class OnnxBackbone(LanguageModel):
         feeds = self._feeds(texts)
         entering, *states = session.run(feeds)
         lengths = feeds["lengths"].tolist()
-        means = pooled(entering, lengths)
-        if not self.fusion_layer:
-            means = means[:, :0]
-        return Prefixes(tuple(states[::2]), tuple(states[1::2]), tuple(lengths), 0, means)
+        vectors = tuple(entering[:, 0, :0])
+        if self.fusion_layer:
+            vectors = pooled_texts(entering, lengths, self.similarity_window)
+        return Prefixes(tuple(states[::2]), tuple(states[1::2]), tuple(lengths), 0, vectors)
 
     def _null_prefix(self, ids: Ids) -> Prefix:
         # In float32: its rounding would move all scores alike.
@@ -256,7 +259,9 @@ class OnnxBackbone(LanguageModel):
             feeds[f"v{layer}"] = prefixes.values[number]
         for number, values in enumerate(self._sessions.queries.run(feeds)):
             show(self.fusion_layer + number, values)
-        return pooled(entering, lengths) if self.fusion_layer else np.empty(0)
+        if not self.fusion_layer:
+            return np.empty(0)
+        return np.concatenate(pooled_texts(entering, lengths))
 
     def _entering_of(self, queries: tuple[Ids, ...]) -> Numbers:
         """What enters the fusion layer of each query alone, (Q, T, C)."""

@@ -26,7 +26,7 @@ from torch.nn.utils.rnn import pad_sequence
 from ..errors import BackboneError
 from .batches import Ids
 from .language_model import LanguageModel
-from .prefix import Prefix, Prefixes, Show, padded_length, pooled
+from .prefix import Prefix, Prefixes, Show, padded_length, pooled_texts
 from .probe import Entrance, Probe, Reader, Recorder, StopForward
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ class Backbone(LanguageModel):
         num_layers: Layers of the checkpoint, of which the model may hold only the first ones.
         fusion_layer: Above 0, the model's runs must be able to end or begin there, see
             `language_model.fusion`.
+        similarity_window: As in `LanguageModel`.
         causal: Whether tokens see only earlier ones (a decoder).
         num_heads: H.
         head_dim: D.
@@ -70,6 +71,7 @@ class Backbone(LanguageModel):
     last_layer: int
     num_layers: int
     fusion_layer: int = 0
+    similarity_window: int | None = None
     causal: bool = True
     num_heads: int = 1
     head_dim: int = 1
@@ -154,6 +156,7 @@ class Backbone(LanguageModel):
             extra_rows,
             fusion=self.fusion_layer,
             pads_keys=pads_keys,
+            window=self.similarity_window,
         )
         positions = torch.arange(longest, device=self.device).expand(len(texts), -1)
         return recorder, self.inputs(recorder, self._padded(texts), mask, positions)
@@ -186,7 +189,7 @@ class Backbone(LanguageModel):
         if self.fusion_layer:
             entering = self._entering(queries)
             reader.entering = entering[index]
-            embedded = pooled(entering, lengths)
+            embedded = torch.cat(pooled_texts(entering, lengths))
         with self.ended_by(reader):
             self.model(**self.inputs(reader, ids, mask, positions))
         return embedded

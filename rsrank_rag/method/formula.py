@@ -7,10 +7,10 @@ B is the only trained part of the paper's method: one small matrix for each laye
 artifact may also weigh heads, and add similarity terms; neither is in the paper.
 
 Axes: L layers, H KV heads, P projection dimension, D head dimension, N documents, T query tokens,
-S document tokens.
+S document tokens, W similarity windows of a document, of which the first is the whole document.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,8 +68,54 @@ def shift_terms(shifts: Array, weight: Array, head_weight: Array | None = None) 
     return cosines if head_weight is None else cosines * head_weight[..., None]
 
 
-def maxsim(query: Array, document: Array, in_document: Array) -> Array:
-    """Each query token's best cosine with a token of the document, (N, T) fp32.
+def similarity_windows(length: int, size: int | None) -> list[tuple[int, int]]:
+    """Start and stop of a document's similarity windows: the whole document, then its parts.
+
+    A part begins after each half of ``size``, and has a position that the part before it lacks. A
+    document of at most ``size`` positions has no parts.
+
+    >>> similarity_windows(40, 16)
+    [(0, 40), (0, 16), (8, 24), (16, 32), (24, 40)]
+
+    Args:
+        length: Positions of the document with its template.
+        size: Positions of a part, an even number; None for the whole document only.
+    """
+    spans = [(0, length)]
+    if size is not None and length > size:
+        half = size // 2
+        for start in range(0, length - half, half):
+            spans.append((start, min(start + size, length)))
+    return spans
+
+
+def pooled(states: Array, size: int | None) -> Array:
+    """A vector for each similarity window of hidden states (S, C), (W, C) fp32.
+
+    It is the mean of the whole document, and the sum of a part: the cosine of a sum is that of the
+    mean. Sums are taken in float64, in which they do not depend on the order.
+    """
+    xp = namespace(states)
+    states = cast(states, "float64")
+    length, width = states.shape
+    vectors = states.mean(0)[None]
+    if size is not None and length > size:
+        half = size // 2
+        count = -(-length // half)
+        padded = xp.zeros((count * half, width), dtype=states.dtype, device=states.device)
+        padded[:length] = states
+        sums = padded.reshape(count, half, width).sum(1)
+        vectors = xp.concatenate([vectors, sums[:-1] + sums[1:]])
+    return cast(vectors, "float32")
+
+
+def maxsim(
+    query: Array,
+    document: Array,
+    in_document: Array,
+    windows: Sequence[tuple[int, int]] | None = None,
+) -> Array:
+    """Each query token's best cosine with a token of the document, fp32.
 
     This is ColBERT's MaxSim before its sum, of value vectors over all heads. It is ours.
 
@@ -77,6 +123,10 @@ def maxsim(query: Array, document: Array, in_document: Array) -> Array:
         query: Value vectors, (N, H, T, D).
         document: Value vectors, (N, H, S, D).
         in_document: Which tokens are the document's and not the template's, (N, S).
+        windows: From `similarity_windows`.
+
+    Returns:
+        (N, T); with windows, the best cosines with a token of each window, (N, W, T).
     """
     xp = namespace(query)
     query = cast(query, "float32")
@@ -89,11 +139,14 @@ def maxsim(query: Array, document: Array, in_document: Array) -> Array:
     # Clipped before the root, whose gradient at 0 is infinite.
     lengths = [xp.sqrt(xp.clip(square, 1e-24, None)) for square in squares]
     cosines = xp.concatenate(products, -1) / (lengths[0][..., None] * lengths[1][:, None])
-    return xp.amax(xp.where(in_document[:, None], cosines, -1), -1)
+    cosines = xp.where(in_document[:, None], cosines, -1)
+    if windows is None:
+        return xp.amax(cosines, -1)
+    return xp.stack([xp.amax(cosines[..., start:stop], -1) for start, stop in windows], 1)
 
 
 def cosine(first: Array, second: Array) -> Array:
-    """Cosines of vectors (N, C), (N,) fp64."""
+    """Cosines of vectors (..., C), (...) fp64."""
     first = cast(first, "float64")
     second = cast(second, "float64")
     product = (first * second).sum(-1)
@@ -122,12 +175,14 @@ def combine(shift_score: Array, similarity: Array, weights: Array | None) -> Arr
 
     Args:
         shift_score: The sum of `shift_terms` over layers and heads, averaged over tokens, (...).
-        similarity: As in `similarity_terms`, (..., 1 + K).
+        similarity: As in `similarity_terms`, of each similarity window, (..., W, 1 + K). The
+            window whose terms have the greatest sum counts.
         weights: As in `similarity_terms`.
     """
     if weights is None:
         return shift_score
-    return shift_score + similarity_terms(similarity, weights).sum(-1)
+    of_windows = similarity_terms(similarity, weights).sum(-1)
+    return shift_score + namespace(of_windows).amax(of_windows, -1)
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,7 @@ class LanguageModel(ABC):
         last_layer: The last layer whose value vectors are read (from 0).
         fusion_layer: The first layer in which queries see documents. Above 0, documents run up to
             there only: what enters that layer gives the keys and values of all layers above.
+        similarity_window: Positions of a similarity window; None for the whole document only.
         documents_in_int8: Whether documents run in 8 bits.
         identity: What prefixes depend on, besides files, template and layers.
     """
@@ -54,6 +55,7 @@ class LanguageModel(ABC):
     max_length: int
     last_layer: int
     fusion_layer: int
+    similarity_window: int | None = None
     documents_in_int8 = False
     identity: dict[str, object]
 
@@ -94,7 +96,8 @@ class LanguageModel(ABC):
             query_of_row: For each prefix, the number of its query; None if there is only one.
 
         Returns:
-            `Prefix.pooled` of each query, (Q, C).
+            The mean of what enters the fusion layer of each query alone, (Q, C); empty without a
+            fusion layer.
 
         Raises:
             ValueError: The prefixes have too few query slots.

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from typing_extensions import Self
 
-from .arrays import Array, cast, namespace
+from .arrays import Array, namespace
+from .formula import pooled
 
 Show = Callable[[int, Array], object]
 """Receives a layer's index and its value vectors, (N, H, T, D)."""
@@ -29,15 +30,11 @@ def padded_length(length: int) -> int:
     return -(-length // KEY_MULTIPLE) * KEY_MULTIPLE
 
 
-def pooled(hidden: Array, lengths: Sequence[int]) -> Array:
-    """The mean over each text's tokens of hidden states (N, S, C), (N, C) fp32.
-
-    The sum is taken in float64, in which it does not depend on the order.
-    """
-    means = []
-    for row, length in zip(hidden, lengths, strict=True):
-        means.append(cast(row[:length], "float64").mean(0))
-    return cast(namespace(hidden).stack(means), "float32")
+def pooled_texts(
+    hidden: Array, lengths: Sequence[int], window: int | None = None
+) -> tuple[Array, ...]:
+    """`pooled` of the hidden states (N, S, C) of texts of these lengths."""
+    return tuple(pooled(row[:length], window) for row, length in zip(hidden, lengths, strict=True))
 
 
 @dataclass(frozen=True)
@@ -47,8 +44,8 @@ class Prefix:
     Attributes:
         states: Keys, then values, of the layers in which queries see the document,
             (2, L, H, S, D). Keys have their rotary positions.
-        pooled: The mean over its tokens of what enters the fusion layer, (C,) fp32; empty without
-            a fusion layer.
+        pooled: What enters the fusion layer, by similarity window, (W, C) fp32, see
+            `formula.pooled`; empty without a fusion layer.
     """
 
     states: Array
@@ -71,14 +68,14 @@ class Prefixes:
         values: Of each layer, (N, H, R + S, D).
         lengths: The number of valid positions of each prefix.
         query_slots: R.
-        pooled: `Prefix.pooled` of each, (N, C).
+        pooled: `Prefix.pooled` of each.
     """
 
     keys: tuple[Array, ...]
     values: tuple[Array, ...]
     lengths: tuple[int, ...]
     query_slots: int
-    pooled: Array
+    pooled: tuple[Array, ...]
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -102,7 +99,7 @@ class Prefixes:
             end = slots + len(prefix)
             states[:, :, row, :, slots:end] = prefix.states
             states[:, :, row, :, end:] = 0
-        pooled = xp.stack([prefix.pooled for prefix in prefixes])
+        pooled = tuple(prefix.pooled for prefix in prefixes)
         return cls(tuple(states[0]), tuple(states[1]), lengths, slots, pooled)
 
     def row(self, number: int) -> Prefix:
@@ -111,4 +108,4 @@ class Prefixes:
         layers = [layer[number, :, valid] for layer in (*self.keys, *self.values)]
         xp = namespace(layers[0])
         states = xp.stack(layers).reshape(2, len(self.keys), *layers[0].shape)
-        return Prefix(states, xp.stack([self.pooled[number]])[0])
+        return Prefix(states, self.pooled[number])

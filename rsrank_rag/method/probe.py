@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from .prefix import Prefix, Prefixes, Show, padded_length, pooled
+from .prefix import Prefix, Prefixes, Show, padded_length, pooled_texts
 
 
 class StopForward(Exception):  # noqa: N818 - a signal, not a failure
@@ -74,6 +74,7 @@ class Recorder(Probe):
         fusion: The fusion layer; nothing is recorded below it. Documents leave this layer, and
             those above it, as they entered it. 0 for none.
         pads_keys: Whether attention gets keys padded to a multiple of 32.
+        window: Positions of a similarity window.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Recorder(Probe):
         *,
         fusion: int = 0,
         pads_keys: bool = False,
+        window: int | None = None,
     ) -> None:
         super().__init__(stop)
         self.lengths = tuple(lengths)
@@ -94,13 +96,14 @@ class Recorder(Probe):
         self.extra_rows = extra_rows
         self.fusion = fusion
         self.pads_keys = pads_keys
-        self.pooled: Tensor | None = None
+        self.window = window
+        self.pooled = tuple(torch.empty(len(lengths), 0))
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
 
     def enter(self, hidden: Tensor) -> Tensor:
-        """Record the mean of what enters the fusion layer."""
-        self.pooled = pooled(hidden, self.lengths)
+        """Record what enters the fusion layer, by similarity window."""
+        self.pooled = pooled_texts(hidden, self.lengths, self.window)
         return hidden
 
     def update(
@@ -152,11 +155,8 @@ class Recorder(Probe):
     def prefixes(self) -> Prefixes:
         """The recorded prefixes, and the extra rows below them."""
         lengths = (*self.lengths, *(len(prefix) for prefix in self.extra_rows))
-        means = self.pooled
-        if means is None:
-            means = torch.empty(len(self.lengths), 0, device=self.keys[0].device)
-        means = torch.stack([*means, *(prefix.pooled for prefix in self.extra_rows)])
-        return Prefixes(tuple(self.keys), tuple(self.values), lengths, self.query_slots, means)
+        vectors = (*self.pooled, *(prefix.pooled for prefix in self.extra_rows))
+        return Prefixes(tuple(self.keys), tuple(self.values), lengths, self.query_slots, vectors)
 
 
 class Entrance(Recorder):

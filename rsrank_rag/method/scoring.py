@@ -4,7 +4,8 @@ A batch has N rows, each a document and a query. Each distinct query adds a null
 document, so that the two runs that are subtracted share a batch and are rounded alike. The shift is
 a row's value vectors minus those of the null row of its query.
 
-Axes: N rows, Q distinct queries, L layers, H KV heads, T scored query tokens, D head dimension.
+Axes: N rows, Q distinct queries, L layers, H KV heads, T scored query tokens, D head dimension, W
+similarity windows of the longest document.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from .formula import (
     representational_shift,
     shift_terms,
     similarity_terms,
+    similarity_windows,
 )
 from .prefix import Prefixes
 from .template import PromptTokenizer, TokenisedQuery
@@ -71,11 +73,12 @@ class ShiftReader:
         """Give the shifts of a batch to ``consume``, one layer after the other.
 
         Returns:
-            Similarity, (N, 1 + T) float64, zeros without a fusion layer. Column 0 is the cosine
-            of two vectors: the mean of the document's states and the mean of the query's states
+            Similarity, (N, W, 1 + T) float64, zeros without a fusion layer. Column 0 is the cosine
+            of two vectors: the mean of the window's states and the mean of the query's states
             that enter the fusion layer, when each text is run alone. Each other column is for a
-            token of the query: its best cosine with a token of the document (`maxsim`), divided
-            by the number of query tokens. So these columns add up to MaxSim.
+            token of the query: its best cosine with a token of the window (`maxsim`), divided
+            by the number of query tokens. So these columns add up to MaxSim. A document with fewer
+            windows than the longest one has its first window, the whole document, again.
         """
         queries = list(dict.fromkeys(row.query for row in rows))
         # The documents' rows, and a null row for each query below them.
@@ -92,8 +95,7 @@ class ShiftReader:
             [query.ids for query in queries], prefixes, batch.show, query_of_row
         )
         if len(embedded):
-            pooled = prefixes.pooled[: len(rows)]
-            batch.similarity[:, 0] = cosine(pooled, embedded[batch.null_row])
+            batch.compare(embedded)
         return batch.similarity
 
 
@@ -109,7 +111,7 @@ class _BatchReader:
         prefixes: Prefixes,
         consume: Consume,
     ) -> None:
-        xp = namespace(prefixes.pooled)
+        xp = namespace(prefixes.keys[0])
         self.on_device = {"device": reader.backbone.device}
         self.reader = reader
         self.count = count
@@ -122,15 +124,22 @@ class _BatchReader:
         lengths = xp.asarray([query.length for query in queries], **self.on_device)
         self.lengths = lengths[self.null_row][:, None]
         self.columns = xp.arange(max(query.length for query in queries), **self.on_device)
-        size = (count, 1 + len(self.columns))
+        longest = max(prefixes.lengths[:count])
+        self.windows = similarity_windows(longest, reader.backbone.similarity_window)
+        size = (count, len(self.windows), 1 + len(self.columns))
         self.similarity = xp.zeros(size, dtype=xp.float64, **self.on_device)
+        counts = [len(vectors) for vectors in prefixes.pooled[:count]]
+        counts = xp.asarray(counts, **self.on_device)[:, None]
+        numbers = xp.arange(len(self.windows), **self.on_device)
+        self.window_of_row = xp.where(numbers < counts, numbers, 0)
+        self.first_window = counts.cumsum(0) - counts
 
     def show(self, layer: int, values: Array) -> None:
         """Read one layer's value vectors, (N + Q, H, all tokens, D)."""
         values = self._scored(values)
         documents = values[: self.count]
         if layer == self.reader.backbone.fusion_layer > 0:
-            self.similarity[:, 1:] = self._maxsim(documents)
+            self.similarity[:, :, 1:] = self._maxsim(documents)
         if layer in self.reader.layers:
             alone = values[self.count :]
             # The null row of a single query is broadcast and not copied.
@@ -139,6 +148,12 @@ class _BatchReader:
             shifts = representational_shift(documents, alone)
             self.consume(layer, shifts * self._counted(layer)[:, None, :, None])
 
+    def compare(self, queries: Array) -> None:
+        """Set the cosines of the documents' windows with the queries' means, (Q, C)."""
+        pooled = namespace(queries).concatenate(self.prefixes.pooled[: self.count])
+        windows = pooled[self.first_window + self.window_of_row]
+        self.similarity[:, :, 0] = cosine(windows, queries[self.null_row][:, None])
+
     def _scored(self, values: Array) -> Array:
         """Of value vectors (rows, H, all tokens, D) those of scored tokens, (rows, H, T, D)."""
         places = (self.starts + self.columns).clip(None, values.shape[2] - 1)
@@ -146,7 +161,10 @@ class _BatchReader:
         return values[rows, :, places].swapaxes(1, 2)
 
     def _maxsim(self, queries: Array) -> Array:
-        """MaxSim of each token, values (N, H, T, D), divided by the number of tokens, (N, T)."""
+        """MaxSim by window of each token, divided by the number of tokens, (N, W, T).
+
+        The queries' values are (N, H, T, D).
+        """
         prompts = self.reader.prompts
         documents = self.prefixes.values[0][: self.count, :, self.prefixes.query_slots :]
         xp = namespace(documents)
@@ -154,8 +172,10 @@ class _BatchReader:
         lengths = xp.asarray(self.prefixes.lengths[: self.count], **self.on_device)
         ends = (lengths - prompts.after_document)[:, None]
         in_document = (places >= len(prompts.instruction)) & (places < ends)
-        best = cast(maxsim(queries, documents, in_document), "float64")
-        return xp.where(self.columns < self.lengths, best, 0) / self.lengths
+        best = cast(maxsim(queries, documents, in_document, self.windows), "float64")
+        best = best[xp.arange(len(best), **self.on_device)[:, None], self.window_of_row]
+        lengths = self.lengths[:, None]
+        return xp.where(self.columns < lengths, best, 0) / lengths
 
     def _counted(self, layer: int) -> Array:
         """Which tokens count, (N, T): none after shorter queries, or where no document reaches.
@@ -178,7 +198,8 @@ def score_rows(
 
     Returns:
         Scores, (N,), above 0 for relevant documents; shift terms divided by the number of tokens,
-        (N, L, H, T); similarity terms, (N, 1 + T). All are float64.
+        (N, L, H, T); similarity terms of each window, (N, W, 1 + T), of which those with the
+        greatest sum count. All are float64.
     """
     layers: list[Array] = []
 

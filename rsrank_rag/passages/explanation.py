@@ -28,6 +28,8 @@ class Explanation:
         agreement: The sum of the similarity terms, with the bias; 0 without a fusion layer.
         matches: The MaxSim term of each query token, (T,), which is part of ``agreement``; empty
             without a fusion layer.
+        similarity_window: Start and end, in characters of the document, of the similarity window
+            that the similarity terms are of; None for the whole document.
     """
 
     query: str
@@ -40,6 +42,7 @@ class Explanation:
     head_parts: tuple[tuple[tuple[float, ...], ...], ...]
     agreement: float = 0.0
     matches: tuple[float, ...] = ()
+    similarity_window: tuple[int, int] | None = None
 
     def columns(self) -> tuple[list[str], Any]:
         """Labels such as ``L1``, ``L1-5`` or ``match``, and the terms of each token, (T, columns).
@@ -81,4 +84,8 @@ class Explanation:
         for name, total, row in rows:
             cells = " ".join(f"{term:>+6.2f}" for term in row)
             lines.append(f"{name:<{width}}  {total:>+7.3f}  {cells}")
+        if self.similarity_window is not None:
+            start, end = self.similarity_window
+            text = " ".join(self.document[start:end].split())
+            lines.append(f"match and whole are of characters {start} to {end}: {text}")
         return "\n".join(lines)

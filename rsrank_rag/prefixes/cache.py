@@ -19,6 +19,7 @@ import numpy as np
 
 from ..errors import InputError
 from ..method.batches import Batches, Ids, device_kind
+from ..method.formula import similarity_windows
 from ..method.prefix import Prefix, Prefixes
 from ..method.scoring import Row
 from .disk import FORMAT, Disk, PackedPrefix
@@ -315,7 +316,10 @@ def check_room(disk: Disk, backbone: "LanguageModel", documents: Collection[Ids]
     layers = backbone.last_layer - backbone.fusion_layer
     token = 2 * layers * backbone.num_heads * (backbone.head_dim + 2)
     pooled = 4 * backbone.hidden_size if backbone.fusion_layer else 0
-    size = sum(len(ids) for ids in documents) * token + len(documents) * pooled
+    size = 0
+    for ids in documents:
+        windows = similarity_windows(len(ids), backbone.similarity_window)
+        size += len(ids) * token + len(windows) * pooled
     if size > disk.limit:
         raise InputError(
             f"The prefixes take {size / 1e9:.2f} GB and the folder may hold "

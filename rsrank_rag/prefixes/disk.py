@@ -19,7 +19,7 @@ from ..method.arrays import cast, namespace, to_numpy
 from ..method.prefix import Prefix
 from ..partial_files import appearing, remove_stale
 
-FORMAT = "rsrank-prefix-3"
+FORMAT = "rsrank-prefix-4"
 
 # The largest float16, the dtype of scales.
 LARGEST_SCALE = 65504

@@ -35,8 +35,8 @@ class Batch:
     # (Q, N): which entries are relevant documents, and which irrelevant ones.
     relevant: Tensor
     irrelevant: Tensor
-    # (Q, N, 2): cosine and MaxSim, 0 where there are none.
-    similarities: Tensor
+    # (Q, N, W, 2): cosine and MaxSim by similarity window, 0 where there are none.
+    similarity: Tensor
 
 
 def make_batch(queries: Sequence[QueryFeatures], device: torch.device | str) -> Batch:
@@ -44,10 +44,12 @@ def make_batch(queries: Sequence[QueryFeatures], device: torch.device | str) -> 
     labels = []
     similarities = []
     for query in queries:
-        count = len(query.relevant)
         labels.append(torch.tensor(query.relevant, dtype=torch.bool))
-        pairs = query.similarities or [(0.0, 0.0)] * count
-        similarities.append(torch.tensor(pairs).view(count, 2))
+        similarity = query.similarity
+        if similarity is None:
+            similarity = torch.zeros(len(query.relevant), 1, 2)
+        similarities.append(similarity)
+    similarities = with_equal_windows(similarities)
     return Batch(
         queries,
         torch.cat([query.shifts for query in queries], dim=2).to(device),
@@ -55,6 +57,16 @@ def make_batch(queries: Sequence[QueryFeatures], device: torch.device | str) -> 
         pad_sequence([~relevant for relevant in labels], batch_first=True).to(device),
         pad_sequence(similarities, batch_first=True).to(device),
     )
+
+
+def with_equal_windows(similarities: Sequence[Tensor]) -> list[Tensor]:
+    """Similarities (N, W, 2) with the same W: missing windows repeat the first one."""
+    most = max(similarity.shape[1] for similarity in similarities)
+    equal = []
+    for similarity in similarities:
+        missing = most - similarity.shape[1]
+        equal.append(torch.cat([similarity, similarity[:, :1].expand(-1, missing, -1)], 1))
+    return equal
 
 
 def batches(
@@ -102,7 +114,7 @@ def batch_scores(
         scores.append(means[: len(query.relevant)])
         oracles.append(means[len(query.relevant) :])
     shift_scores = pad_sequence(scores, batch_first=True)
-    combined = combine(shift_scores, batch.similarities, weights.get("agreement"))
+    combined = combine(shift_scores, batch.similarity, weights.get("agreement"))
     return combined, torch.cat(oracles) / (layers * heads)
 
 

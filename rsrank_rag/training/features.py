@@ -3,7 +3,6 @@
 Axes: L layers, H heads, N documents, T scored query tokens, D head dimension.
 """
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -14,6 +13,7 @@ from ..evaluation.datasets import LabelledQuery
 from ..method.batches import Batches, DoesNotFitError, Ids, token_budget_for
 from ..method.scoring import Row, ShiftReader
 from ..method.template import PromptTokenizer
+from .batches import with_equal_windows
 from .recipe import FeaturePart
 from .store import QueryFeatures
 
@@ -71,7 +71,7 @@ class FeatureExtractor:
         if not rows:
             raise TrainingError(f"No document of query {query.id!r} has a token. Leave it out.")
         batches = Batches(rows, self.token_budget, extra=len(tokenised.ids))
-        by_document: dict[Ids, tuple[Tensor, list[float]]] = {}
+        by_document: dict[Ids, tuple[Tensor, Tensor]] = {}
         try:
             for batch in batches:
                 with batches.attempt():
@@ -83,7 +83,7 @@ class FeatureExtractor:
         # Memory would run out again with every query.
         self.token_budget = batches.budget
         shift, _ = next(iter(by_document.values()))
-        nothing = torch.zeros_like(shift), [0.0]
+        nothing = torch.zeros_like(shift), torch.zeros(1, 1, 2)
         features = [by_document.get(ids, nothing) for ids in documents]
         shifts = torch.cat([shift for shift, _ in features], dim=2)
         if not torch.isfinite(shifts).all():
@@ -91,29 +91,30 @@ class FeatureExtractor:
                 f"Query {query.id!r} has shifts that are not finite in {self.options.dtype}. Set "
                 "features.dtype=bfloat16, or load the model in bfloat16 or float32."
             )
-        similarities = tuple(
-            (cosine, math.fsum(matches)) for _, (cosine, *matches) in features[: len(labels)]
-        )
+        similarities = [similarity for _, similarity in features[: len(labels)]]
         return QueryFeatures(
             shifts,
             labels,
             tokenised.length,
             oracle=len(documents) > len(labels),
-            similarities=similarities,
+            similarity=torch.cat(with_equal_windows(similarities)),
         )
 
-    def _read(self, batch: list[Row]) -> dict[Ids, tuple[Tensor, list[float]]]:
-        """For each document of a batch its shifts, (L, H, T, D), and its similarity, (1 + T,)."""
+    def _read(self, batch: list[Row]) -> dict[Ids, tuple[Tensor, Tensor]]:
+        """Shifts, (L, H, T, D), and cosine and MaxSim, (1, W, 2), of each document of a batch."""
         dtype = getattr(torch, self.options.dtype)
         layers: list[Tensor] = []
 
         def store(_: int, shift: Tensor) -> None:
             layers.append(shift.to(dtype).cpu())
 
-        similarity = self.reader.read(batch, store).tolist()
+        read_similarity = self.reader.read(batch, store).cpu()
+        cosines = read_similarity[..., :1]
+        matches = read_similarity[..., 1:].sum(-1, keepdim=True)
+        similarity = torch.cat([cosines, matches], -1).float()
         read = {}
         for place, shifts in enumerate(torch.stack(layers, dim=1)):
-            read[batch[place].document] = shifts, similarity[place]
+            read[batch[place].document] = shifts, similarity[place : place + 1]
         return read
 
     def _documents(self, query: LabelledQuery, query_length: int) -> list[Ids]:

@@ -210,7 +210,7 @@ class TrainingRun:
         model = self._model
         config = model.config.model_dump(
             mode="json",
-            include={"backbone", "fusion_layer", "layers", "template"},
+            include={"backbone", "fusion_layer", "layers", "similarity_window", "template"},
             exclude={"backbone": {"values"}},
         )
         queries = [query.model_dump(mode="json") for query in self.queries]

@@ -32,8 +32,9 @@ class QueryFeatures:
     tokens: int
     # Whether the last T rows are the oracle shift: that of all relevant documents together.
     oracle: bool
-    # Cosine and MaxSim of each document and the query, (N, 2); none without a fusion layer.
-    similarities: tuple[tuple[float, float], ...] = ()
+    # Cosine and MaxSim of the query and each document's similarity windows, (N, W, 2); a document
+    # with fewer windows has its first one again. None without a fusion layer.
+    similarity: Tensor | None = None
 
 
 def write_features(path: Path, query: QueryFeatures) -> None:
