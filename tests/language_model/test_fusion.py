@@ -52,20 +52,24 @@ def template_of(kind):
 
 @pytest.fixture(scope="module")
 def fused(tiny_folder):
-    """Function: architecture -> a tiny ranker with a fusion layer, head weights, and agreement."""
+    """Function: architecture -> a tiny ranker with a fusion layer, head weights, and agreement.
+
+    It takes the size of similarity windows, too.
+    """
     made = {}
 
-    def load(kind):
-        if kind not in made:
+    def load(kind, window=None):
+        if (kind, window) not in made:
             ranker = RSRank.from_backbone(
                 tiny_folder(kind),
                 weighted(READ, kv_heads(kind), PROJECTION_DIM, HEAD_DIM),
                 template=template_of(kind),
                 fusion_layer=FUSION,
+                similarity_window=window,
                 options=OPTIONS,
             )
-            made[kind] = unkept(ranker)
-        return made[kind]
+            made[kind, window] = unkept(ranker)
+        return made[kind, window]
 
     return load
 
@@ -154,22 +158,39 @@ class Reference:
                     projected, torch.ones(1, projected.shape[-1]), dim=-1, eps=1e-6
                 )
                 total += float(projection.head_weight[row, head] * cosines.mean())
-        cosine = functional.cosine_similarity(document_states.mean(0), query_states.mean(0), dim=0)
         document_values, query_values = after["tokens"]
-        own = document_values[
-            len(prompts.instruction) : len(document_values) - len(prompts.separator)
-        ]
-        nearest = [
-            max(float(functional.cosine_similarity(q, d, dim=0)) for d in own) for q in query_values
-        ]
+        length = len(document_values)
+        own = range(len(prompts.instruction), length - len(prompts.separator))
         g, w, b = projection.agreement.tolist()
-        beside = g * float(cosine) + w * sum(nearest) / len(nearest) + b
-        return total + beside, beside, [w * match / len(nearest) for match in nearest]
+        spans = [range(length)]
+        size = self.ranker.config.similarity_window
+        start = 0
+        while size and length > size and start + size // 2 < length:
+            spans.append(range(start, min(start + size, length)))
+            start += size // 2
+        best = None
+        for span in spans:
+            mean = torch.stack([document_states[place] for place in span]).mean(0)
+            cosine = functional.cosine_similarity(mean, query_states.mean(0), dim=0)
+            matches = []
+            for value in query_values:
+                cosines = [-1.0]
+                for place in set(own) & set(span):
+                    near = functional.cosine_similarity(value, document_values[place], dim=0)
+                    cosines.append(float(near))
+                matches.append(w * max(cosines) / len(query_values))
+            beside = g * float(cosine) + sum(matches) + b
+            if best is None or beside > best[0]:
+                best = beside, matches
+        return total + best[0], *best
 
 
+@pytest.mark.parametrize("window", [None, 8])
 @pytest.mark.parametrize("kind", KINDS)
-def test_scores_equal_plain_transformers_with_a_mask_for_each_layer(kind, fused, tiny_folder):
-    ranker = fused(kind)
+def test_scores_equal_plain_transformers_with_a_mask_for_each_layer(
+    kind, window, fused, tiny_folder
+):
+    ranker = fused(kind, window)
     reference = Reference(ranker, tiny_folder(kind))
     documents = [*DOCUMENTS, "A long one: " + " ".join(DOCUMENTS)]
     for query in QUERIES:
@@ -186,9 +207,10 @@ def test_a_trained_decoder_agrees_with_the_reference(stories):
     assert ranker.score(QUERY, DOCUMENTS) == pytest.approx(expected, abs=1e-4)
 
 
+@pytest.mark.parametrize("window", [None, 8])
 @pytest.mark.parametrize("kind", ["bert", "qwen3"])
-def test_parts_and_agreement_add_up_to_the_score(kind, fused, tiny_folder):
-    ranker = fused(kind)
+def test_parts_and_agreement_add_up_to_the_score(kind, window, fused, tiny_folder):
+    ranker = fused(kind, window)
     found = ranker.explain(QUERY, DOCUMENTS[0])
     assert sum(map(sum, found.parts)) + found.agreement == pytest.approx(found.score, abs=1e-6)
     assert found.score == pytest.approx(ranker.score(QUERY, DOCUMENTS[:1])[0], abs=1e-5)
@@ -199,16 +221,17 @@ def test_parts_and_agreement_add_up_to_the_score(kind, fused, tiny_folder):
         sum(found.matches),
         found.agreement - sum(found.matches),
     ):  # of tokens, and of the whole query
-        assert f"{part:+.2f}" in str(found).splitlines()[-1]
-    assert [line.split()[-1] for line in str(found).splitlines()[1:-1]] == [
+        assert f"{part:+.2f}" in str(found).splitlines()[len(found.tokens) + 1]
+    assert [line.split()[-1] for line in str(found).splitlines()[1 : len(found.tokens) + 1]] == [
         f"{match:+.2f}" for match in found.matches
     ]
 
 
+@pytest.mark.parametrize("window", [None, 8])
 @pytest.mark.parametrize("kind", ["bert", "qwen3"])
 @pytest.mark.parametrize("where", ["device", "disk"])
-def test_scores_are_the_same_cold_warm_joined_and_alone(kind, where, fused, tmp_path):
-    own = fused(kind)
+def test_scores_are_the_same_cold_warm_joined_and_alone(kind, where, window, fused, tmp_path):
+    own = fused(kind, window)
     choice = {"device": True, "disk": str(tmp_path)}[where]
 
     def fresh():
@@ -268,7 +291,10 @@ def test_a_query_runs_once_below_the_fusion_layer_in_each_batch_of_documents(fus
     assert sum(runs[LAYERS - 1]) == len(DOCUMENTS) + batches
 
 
-def test_entries_of_other_fusion_layers_are_never_found(fused, tiny_folder, tmp_path):
+@pytest.mark.parametrize("change", [{"fusion_layer": 2}, {"similarity_window": 8}])
+def test_entries_of_other_fusion_layers_or_windows_are_never_found(
+    change, fused, tiny_folder, tmp_path
+):
     own = fused("bert")
     first = RSRank(
         own.backbone, own.prompts, own.projection, own.config, prefix_cache=str(tmp_path)
@@ -279,8 +305,8 @@ def test_entries_of_other_fusion_layers_are_never_found(fused, tiny_folder, tmp_
         tiny_folder("bert"),
         projection,
         template=own.prompts.template,
-        fusion_layer=2,
         options=OPTIONS,
+        **{"fusion_layer": FUSION} | change,
     )
     other = RSRank(
         made.backbone, made.prompts, made.projection, made.config, prefix_cache=str(tmp_path)
@@ -293,11 +319,11 @@ def test_entries_of_other_fusion_layers_are_never_found(fused, tiny_folder, tmp_
 
 @pytest.mark.parametrize("include", [False, True])
 def test_everything_survives_saving(include, fused, tmp_path):
-    own = fused("bert")
+    own = fused("bert", 8)
     own.save_pretrained(tmp_path, include_backbone=include)
     load = {"runtime": "torch", "device": "cpu", "dtype": "float32"}
     again = RSRank.from_pretrained(tmp_path, prefix_cache=False, **load)
-    assert again.config.fusion_layer == FUSION
+    assert (again.config.fusion_layer, again.config.similarity_window) == (FUSION, 8)
     assert again.score(QUERY, DOCUMENTS) == own.score(QUERY, DOCUMENTS)
     assert "from layer 1 on" in (tmp_path / "README.md").read_text(encoding="utf-8")
     again.save_pretrained(tmp_path / "second")

@@ -259,10 +259,11 @@ def test_similarity_terms_are_the_weighted_cosine_with_the_bias_and_the_weighted
     weights = torch.tensor([4.0, 8.0, -1.0])
     terms = similarity_terms(similarity, weights)
     assert terms.tolist() == [[1.0, 2.0, 1.0], [-5.0, 0.0, 4.0]]
-    assert combine(torch.tensor([0.5, 0.5]), similarity, weights).tolist() == [4.5, -0.5]
+    windows = torch.stack([similarity, similarity.flip(0)], 1)
+    assert combine(torch.tensor([0.5, -0.5]), windows, weights).tolist() == [4.5, 3.5]
 
 
 def test_without_weights_similarity_adds_nothing():
     similarity = torch.ones(2, 3)
     assert similarity_terms(similarity, None).tolist() == torch.zeros(2, 3).tolist()
-    assert combine(torch.tensor([0.5, -2.0]), similarity, None).tolist() == [0.5, -2.0]
+    assert combine(torch.tensor([0.5, -2.0]), similarity[:, None], None).tolist() == [0.5, -2.0]

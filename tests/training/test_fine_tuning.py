@@ -41,12 +41,11 @@ def separable_features(count=12, *, margin=0.6, seed=0):
     for _ in range(count):
         relevant = tuple(i % 4 == 0 for i in range(8))
         means = [margin + (0.15 if label else -0.15) for label in relevant]
-        similarities = tuple(
-            (mean + rng.gauss(0, 0.08), mean + rng.gauss(0, 0.08)) for mean in means
-        )
+        pairs = [[mean + rng.gauss(0, 0.08), mean + rng.gauss(0, 0.08)] for mean in means]
+        similarity = torch.tensor(pairs)[:, None]
         shifts = torch.randn(2, 2, 8 * 3, 8, generator=generator)
         made.append(
-            QueryFeatures(shifts.half(), relevant, 3, oracle=False, similarities=similarities)
+            QueryFeatures(shifts.half(), relevant, 3, oracle=False, similarity=similarity)
         )
     return made
 
@@ -90,7 +89,7 @@ def plain_loss(weights, features):
     total = 0.0
     for query in features:
         scores = []
-        for place, agreement in enumerate(query.similarities):
+        for place, agreement in enumerate(query.similarity[:, 0].double()):
             g, w, b = weights["agreement"]
             score = g * agreement[0] + w * agreement[1] + b
             for layer in range(2):
@@ -201,7 +200,10 @@ def test_training_finds_the_zero_of_a_domain_and_says_so(base):
 def test_labels_at_random_bring_no_gain_over_the_base_at_its_threshold(base, threshold):
     rng = random.Random(3)
     features = [
-        replace(query, similarities=tuple((rng.random(), rng.random()) for _ in query.similarities))
+        replace(
+            query,
+            similarity=torch.tensor([[[rng.random(), rng.random()]] for _ in query.relevant]),
+        )
         for query in separable_features(12, seed=5)
     ]
     fitting = copy.deepcopy(base)
