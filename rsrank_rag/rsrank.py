@@ -309,7 +309,8 @@ class RSRank(Pretrained, Reranker):
                 windows = to_numpy(parts[2][0])
                 best = int(windows.sum(-1).argmax())
                 similarity = windows[best]
-                window = self._characters(document, prompt, best)
+                if best:
+                    window = self._characters(document, prompt, best)
             except (MemoryError, RuntimeError) as error:
                 if not is_out_of_memory(error):
                     raise
@@ -328,20 +329,15 @@ class RSRank(Pretrained, Reranker):
             similarity_window=window,
         )
 
-    def _characters(self, document: str, prompt: TokenisedDocument, number: int) -> Span | None:
-        """Start and end of a similarity window, without the template, in characters.
-
-        None for the first window, the whole document.
-        """
-        if number == 0:
-            return None
-        count = len(prompt.ids)
-        start, stop = similarity_windows(count, self.config.similarity_window)[number]
-        before = len(self.prompts.instruction)
-        # Where the token in front of each position ends.
-        ends = [0, *self.prompts.token_ends(document)[0][: count - self.prompts.overhead]]
-        first, last = np.clip([start - before, stop - before], 0, len(ends) - 1)
-        return stripped(document, ends[first], ends[last])
+    def _characters(self, document: str, prompt: TokenisedDocument, number: int) -> Span:
+        """Start and end of a similarity window, without the template, in characters."""
+        length = len(prompt.ids)
+        start, stop = similarity_windows(length, self.config.similarity_window)[number]
+        token_ends, _ = self.prompts.token_ends(document)
+        # How far the document has been read before each position.
+        ends = [0] * (len(self.prompts.instruction) + 1)
+        ends += token_ends[: length - self.prompts.overhead]
+        return stripped(document, ends[: start + 1][-1], ends[: stop + 1][-1])
 
     def with_salt(self, salt: str) -> Self:
         """See `Reranker.with_salt`. The ranker shares the model and B."""

@@ -1,6 +1,7 @@
 """Tiny random language models with real tokenizers, made on the spot: nothing is downloaded."""
 
 import os
+import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import PreTrainedTokenizerFast
 
 from rsrank_rag import Projection, Reranker, RSRank, Template
+from rsrank_rag.artifact import hub
 from rsrank_rag.language_model.options import LoadOptions
 from rsrank_rag.prefixes.cache import CachedPrefixes, PrefixTiers
 
@@ -255,6 +257,22 @@ def unkept(ranker: RSRank) -> RSRank:
     ranker.cache = CachedPrefixes({}, PrefixTiers(None, device=core.device, dtype=core.dtype))
     ranker.reader.cache = ranker.cache
     return ranker
+
+
+def copy_with_windows(artifact: Path, copy: Path, size: int) -> Path:
+    """A copy of an artifact whose similarity windows have so many positions."""
+    shutil.copytree(artifact, copy)
+    config = hub.read_config(copy)
+    weights = hub.read_weights(copy, config)
+    hub.write_artifact(copy, config.model_copy(update={"similarity_window": size}), weights, "")
+    return copy
+
+
+@pytest.fixture(scope="session")
+def mini_in_windows(tmp_path_factory):
+    """Folder of `mini` with similarity windows of 24 positions."""
+    folder = tmp_path_factory.mktemp("windows") / "mini"
+    return copy_with_windows(hub.resolve("mini"), folder, 24)
 
 
 def score_many(

@@ -73,11 +73,11 @@ def dtype(request):
 
 
 @pytest.fixture(scope="module")
-def load(dtype):
+def load(dtype, mini_in_windows):
     def load(**options):
         name, _, runtime = dtype.partition(" on ")
         loading = {"device": "cpu", "dtype": name, "runtime": runtime or None}
-        return RSRank.from_pretrained("mini", **loading, **options)
+        return RSRank.from_pretrained(mini_in_windows, **loading, **options)
 
     return load
 

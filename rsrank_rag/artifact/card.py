@@ -41,6 +41,11 @@ def _description(config: RSRankConfig) -> list[str]:
             "are run up to that layer, and layers from it on see its input. Cosine and MaxSim "
             "terms of the two may be added to the score. This is not part of the paper's method"
         )
+    if config.similarity_window is not None:
+        lines.append(
+            f"- Similarity windows: {config.similarity_window} positions. The cosine and MaxSim "
+            "terms are those of the document's best window, or of the whole document"
+        )
     lines.append(f"- Template: `{config.template.model_dump_json()}`")
     data = ", ".join(training.data) or "not recorded"
     lines.append(f"- Labelled data: {data}; seed {training.seed}")

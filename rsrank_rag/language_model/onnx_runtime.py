@@ -21,7 +21,7 @@ from safetensors.numpy import load_file
 from ..errors import BackboneError, MissingDependencyError, pip_install
 from ..method.batches import Ids
 from ..method.language_model import LanguageModel
-from ..method.prefix import Prefix, Prefixes, Show, pooled_texts
+from ..method.prefix import Prefix, Prefixes, Show, pooled
 from .cores import usable_cores
 from .onnx_graph import HIDDEN, ZERO, Encoder, Graph, Parameters
 from .options import ENCODER_FILES
@@ -230,9 +230,9 @@ class OnnxBackbone(LanguageModel):
         feeds = self._feeds(texts)
         entering, *states = session.run(feeds)
         lengths = feeds["lengths"].tolist()
-        vectors = tuple(entering[:, 0, :0])
+        vectors = list(np.empty((len(texts), 0), np.float32))
         if self.fusion_layer:
-            vectors = pooled_texts(entering, lengths, self.similarity_window)
+            vectors = pooled(entering, lengths, self.similarity_window)
         return Prefixes(tuple(states[::2]), tuple(states[1::2]), tuple(lengths), 0, vectors)
 
     def _null_prefix(self, ids: Ids) -> Prefix:
@@ -261,7 +261,7 @@ class OnnxBackbone(LanguageModel):
             show(self.fusion_layer + number, values)
         if not self.fusion_layer:
             return np.empty(0)
-        return np.concatenate(pooled_texts(entering, lengths))
+        return np.concatenate(pooled(entering, lengths))
 
     def _entering_of(self, queries: tuple[Ids, ...]) -> Numbers:
         """What enters the fusion layer of each query alone, (Q, T, C)."""

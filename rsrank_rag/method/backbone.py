@@ -26,7 +26,7 @@ from torch.nn.utils.rnn import pad_sequence
 from ..errors import BackboneError
 from .batches import Ids
 from .language_model import LanguageModel
-from .prefix import Prefix, Prefixes, Show, padded_length, pooled_texts
+from .prefix import Prefix, Prefixes, Show, padded_length, pooled
 from .probe import Entrance, Probe, Reader, Recorder, StopForward
 
 if TYPE_CHECKING:
@@ -189,7 +189,7 @@ class Backbone(LanguageModel):
         if self.fusion_layer:
             entering = self._entering(queries)
             reader.entering = entering[index]
-            embedded = torch.cat(pooled_texts(entering, lengths))
+            embedded = torch.cat(pooled(entering, lengths))
         with self.ended_by(reader):
             self.model(**self.inputs(reader, ids, mask, positions))
         return embedded

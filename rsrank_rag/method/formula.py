@@ -89,26 +89,6 @@ def similarity_windows(length: int, size: int | None) -> list[tuple[int, int]]:
     return spans
 
 
-def pooled(states: Array, size: int | None) -> Array:
-    """A vector for each similarity window of hidden states (S, C), (W, C) fp32.
-
-    It is the mean of the whole document, and the sum of a part: the cosine of a sum is that of the
-    mean. Sums are taken in float64, in which they do not depend on the order.
-    """
-    xp = namespace(states)
-    states = cast(states, "float64")
-    length, width = states.shape
-    vectors = states.mean(0)[None]
-    if size is not None and length > size:
-        half = size // 2
-        count = -(-length // half)
-        padded = xp.zeros((count * half, width), dtype=states.dtype, device=states.device)
-        padded[:length] = states
-        sums = padded.reshape(count, half, width).sum(1)
-        vectors = xp.concatenate([vectors, sums[:-1] + sums[1:]])
-    return cast(vectors, "float32")
-
-
 def maxsim(
     query: Array,
     document: Array,

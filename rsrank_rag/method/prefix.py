@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from typing_extensions import Self
 
-from .arrays import Array, namespace
-from .formula import pooled
+from .arrays import Array, cast, namespace
+from .formula import similarity_windows
 
 Show = Callable[[int, Array], object]
 """Receives a layer's index and its value vectors, (N, H, T, D)."""
@@ -30,11 +30,30 @@ def padded_length(length: int) -> int:
     return -(-length // KEY_MULTIPLE) * KEY_MULTIPLE
 
 
-def pooled_texts(
-    hidden: Array, lengths: Sequence[int], window: int | None = None
-) -> tuple[Array, ...]:
-    """`pooled` of the hidden states (N, S, C) of texts of these lengths."""
-    return tuple(pooled(row[:length], window) for row, length in zip(hidden, lengths, strict=True))
+def pooled(hidden: Array, lengths: Sequence[int], window: int | None = None) -> list[Array]:
+    """A vector for each similarity window of each text, N times (W, C) fp32.
+
+    It is the mean over the whole text, and the sum over a part: the cosine of a sum is that of the
+    mean. Sums are taken in float64, in which they do not depend on the order.
+
+    Args:
+        hidden: Hidden states, (N, S, C).
+        lengths: The length of each text; further positions are padding.
+        window: Positions of a similarity window; None for the whole text only.
+    """
+    xp = namespace(hidden)
+    rows, longest, width = hidden.shape
+    half = longest if window is None else window // 2
+    halves = -(-longest // half)
+    ends = xp.asarray(lengths, device=hidden.device)[:, None, None]
+    places = xp.arange(longest, device=hidden.device)[:, None]
+    states = xp.zeros((rows, halves * half, width), dtype=xp.float64, device=hidden.device)
+    states[:, :longest] = xp.where(places < ends, hidden, 0)
+    sums = states.reshape(rows, halves, half, width).sum(2)
+    vectors = [sums.sum(1)[:, None] / ends, sums[:, :-1] + sums[:, 1:]]
+    vectors = cast(xp.concatenate(vectors, 1), "float32")
+    counts = [len(similarity_windows(length, window)) for length in lengths]
+    return [row[:count] for row, count in zip(vectors, counts, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -44,8 +63,8 @@ class Prefix:
     Attributes:
         states: Keys, then values, of the layers in which queries see the document,
             (2, L, H, S, D). Keys have their rotary positions.
-        pooled: What enters the fusion layer, by similarity window, (W, C) fp32, see
-            `formula.pooled`; empty without a fusion layer.
+        pooled: What enters the fusion layer, `pooled` by similarity window, (W, C) fp32; empty
+            without a fusion layer.
     """
 
     states: Array
@@ -75,7 +94,7 @@ class Prefixes:
     values: tuple[Array, ...]
     lengths: tuple[int, ...]
     query_slots: int
-    pooled: tuple[Array, ...]
+    pooled: Sequence[Array]
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -99,7 +118,7 @@ class Prefixes:
             end = slots + len(prefix)
             states[:, :, row, :, slots:end] = prefix.states
             states[:, :, row, :, end:] = 0
-        pooled = tuple(prefix.pooled for prefix in prefixes)
+        pooled = [prefix.pooled for prefix in prefixes]
         return cls(tuple(states[0]), tuple(states[1]), lengths, slots, pooled)
 
     def row(self, number: int) -> Prefix:
@@ -108,4 +127,4 @@ class Prefixes:
         layers = [layer[number, :, valid] for layer in (*self.keys, *self.values)]
         xp = namespace(layers[0])
         states = xp.stack(layers).reshape(2, len(self.keys), *layers[0].shape)
-        return Prefix(states, self.pooled[number])
+        return Prefix(states, xp.stack([self.pooled[number]])[0])

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from .prefix import Prefix, Prefixes, Show, padded_length, pooled_texts
+from .prefix import Prefix, Prefixes, Show, padded_length, pooled
 
 
 class StopForward(Exception):  # noqa: N818 - a signal, not a failure
@@ -97,13 +97,13 @@ class Recorder(Probe):
         self.fusion = fusion
         self.pads_keys = pads_keys
         self.window = window
-        self.pooled = tuple(torch.empty(len(lengths), 0))
+        self.pooled = list(torch.empty(len(lengths), 0))
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
 
     def enter(self, hidden: Tensor) -> Tensor:
         """Record what enters the fusion layer, by similarity window."""
-        self.pooled = pooled_texts(hidden, self.lengths, self.window)
+        self.pooled = pooled(hidden, self.lengths, self.window)
         return hidden
 
     def update(
@@ -155,7 +155,7 @@ class Recorder(Probe):
     def prefixes(self) -> Prefixes:
         """The recorded prefixes, and the extra rows below them."""
         lengths = (*self.lengths, *(len(prefix) for prefix in self.extra_rows))
-        vectors = (*self.pooled, *(prefix.pooled for prefix in self.extra_rows))
+        vectors = [*self.pooled, *(prefix.pooled for prefix in self.extra_rows)]
         return Prefixes(tuple(self.keys), tuple(self.values), lengths, self.query_slots, vectors)
 
 

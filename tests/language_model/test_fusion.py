@@ -1,5 +1,7 @@
 """Mid-fusion and agreement, against plain transformers with one mask per layer."""
 
+import math
+
 import pytest
 import torch
 from conftest import (
@@ -255,15 +257,20 @@ def test_scores_are_the_same_cold_warm_joined_and_alone(kind, where, window, fus
     assert ranker.stats()["misses"] == len(DOCUMENTS)
 
 
-def test_only_layers_from_the_fusion_layer_on_are_kept(fused, tiny_ranker):
-    own, unfused = fused("bert"), tiny_ranker("bert")
+@pytest.mark.parametrize("window", [None, 8])
+def test_only_layers_from_the_fusion_layer_on_and_windows_are_kept(window, fused, tiny_ranker):
+    own, unfused = fused("bert", window), tiny_ranker("bert")
     ranker = RSRank(own.backbone, own.prompts, own.projection, own.config, prefix_cache=True)
     ranker.score(QUERY, DOCUMENTS)
-    tokens = sum(len(prompt.ids) for prompt in own.prompts.documents(DOCUMENTS, 0))
+    lengths = [len(prompt.ids) for prompt in own.prompts.documents(DOCUMENTS, 0)]
+    tokens = sum(lengths)
     kept = (LAYERS - 1 - FUSION) * 2 * kv_heads("bert") * HEAD_DIM * 4
     assert own.backbone.bytes_per_token == kept < unfused.backbone.bytes_per_token
     pooled = own.backbone.config.hidden_size * 4
-    assert ranker.stats()["device_bytes"] == tokens * kept + len(DOCUMENTS) * pooled
+    windows = len(DOCUMENTS)
+    if window is not None:
+        windows += sum(math.ceil(length / 4) - 1 for length in lengths if length > 8)
+    assert ranker.stats()["device_bytes"] == tokens * kept + windows * pooled
 
 
 def test_a_query_runs_once_below_the_fusion_layer_in_each_batch_of_documents(fused):

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import DOCUMENTS, QUERIES
+from conftest import DOCUMENTS, QUERIES, copy_with_windows
 from measures import f1_at
 from scipy.optimize import minimize
 from training_helpers import labelled, run, scorings, written
@@ -44,9 +44,7 @@ def separable_features(count=12, *, margin=0.6, seed=0):
         pairs = [[mean + rng.gauss(0, 0.08), mean + rng.gauss(0, 0.08)] for mean in means]
         similarity = torch.tensor(pairs)[:, None]
         shifts = torch.randn(2, 2, 8 * 3, 8, generator=generator)
-        made.append(
-            QueryFeatures(shifts.half(), relevant, 3, oracle=False, similarity=similarity)
-        )
+        made.append(QueryFeatures(shifts.half(), relevant, 3, oracle=False, similarity=similarity))
     return made
 
 
@@ -71,12 +69,21 @@ def differences(first, second):
 # Features
 
 
-def test_stored_features_score_like_the_artifact_agreement_and_weighed_heads_included(fused):
+@pytest.mark.parametrize("window", [None, 8])
+def test_stored_features_score_like_the_artifact_agreement_and_weighed_heads_included(
+    window, fused, tmp_path
+):
+    if window is not None:
+        fused = copy_with_windows(fused, tmp_path / "artifact", window)
     ranker = RSRank.from_pretrained(fused, runtime="torch", device="cpu", dtype="float32")
     reader = ShiftReader(ranker.backbone, ranker.prompts, ranker.config.layers)
     extractor = FeatureExtractor(reader, FeaturePart())
     query = labelled(1)[0]
-    found = scored([extractor.extract(query)], ranker.projection, device="cpu")[0].scores
+    # In batches of one document, and beside a query with other windows.
+    extractor.token_budget = 1
+    short = query.model_copy(update={"documents": query.documents[:1]})
+    features = [extractor.extract(query), extractor.extract(short)]
+    found = scored(features, ranker.projection, device="cpu")[0].scores
     expected = ranker.score(query.query, [document.content() for document in query.documents])
     assert found == pytest.approx(expected, abs=0.01)  # shifts are kept in 16 bits
 

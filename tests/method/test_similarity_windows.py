@@ -1,0 +1,123 @@
+"""Similarity windows: where they lie, and what they do to scores and explanations of `mini`."""
+
+import importlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from pydantic import ValidationError
+
+from rsrank_rag import RSRank
+from rsrank_rag.method.arrays import to_numpy
+from rsrank_rag.method.formula import similarity_windows
+from rsrank_rag.method.prefix import pooled
+
+ROOT = Path(__file__).parents[2]
+PASSAGES = (ROOT / "examples" / "passages.txt").read_text(encoding="utf-8").splitlines()
+QUERY = "How do honeybees tell each other where the flowers are?"
+# The passage that answers the query is the fourth of eight.
+JOINED = " ".join([*PASSAGES[4:7], PASSAGES[0], *PASSAGES[7:], PASSAGES[3]])
+
+
+@pytest.fixture(scope="module", params=["torch", "onnx"])
+def in_windows(request, mini_in_windows):
+    return RSRank.from_pretrained(
+        mini_in_windows, device="cpu", dtype="float32", runtime=request.param
+    )
+
+
+@pytest.fixture(scope="module")
+def whole():
+    return RSRank.from_pretrained(device="cpu", dtype="float32")
+
+
+@pytest.mark.parametrize(
+    ("length", "parts"),
+    [
+        (3, []),
+        (24, []),
+        (25, [(0, 24), (12, 25)]),
+        (36, [(0, 24), (12, 36)]),
+        (37, [(0, 24), (12, 36), (24, 37)]),
+    ],
+)
+def test_each_part_of_a_document_has_a_position_that_the_part_before_it_lacks(length, parts):
+    assert similarity_windows(length, 24) == [(0, length), *parts]
+    assert similarity_windows(length, None) == [(0, length)]
+
+
+@pytest.mark.parametrize("kind", [np.asarray, torch.from_numpy])
+@pytest.mark.parametrize("size", [8, None])
+def test_pooled_states_point_where_the_mean_of_each_window_does(kind, size):
+    lengths = [7, 8, 9, 12, 13, 50]
+    states = np.random.default_rng(0).standard_normal((6, 50, 6)).astype(np.float32)
+    for row, length in enumerate(lengths):
+        states[row, length:] = np.nan
+    for row, found in enumerate(pooled(kind(states), lengths, size)):
+        windows = similarity_windows(lengths[row], size)
+        means = np.array([states[row, start:stop].mean(0) for start, stop in windows])
+        assert to_numpy(found).dtype == np.float32
+        np.testing.assert_allclose(found[0], means[0], rtol=0, atol=1e-6)
+        one, other = (v / np.linalg.norm(v, axis=1)[:, None] for v in (to_numpy(found), means))
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-6)
+
+
+def test_scores_by_the_best_window_equal_plain_transformers_code(
+    in_windows, mini_in_windows, monkeypatch
+):
+    on_torch = RSRank.from_pretrained(
+        mini_in_windows, runtime="torch", device="cpu", dtype="float32"
+    )
+    monkeypatch.syspath_prepend(ROOT)
+    workload = importlib.import_module("benchmarks.workload")
+    plain = workload.Plain(on_torch, workload.by_hooks(on_torch), rows=4)
+    documents = [*PASSAGES, JOINED, "Bees"]
+    expected = plain.score(QUERY, documents)
+    for _ in ("cold", "warm"):
+        assert in_windows.score(QUERY, documents) == pytest.approx(expected, abs=1e-4)
+
+
+def test_passages_joined_with_the_answer_take_less_from_its_score(in_windows, whole):
+    """The states of the answer's tokens still depend on the passages around them."""
+    alone = in_windows.score(QUERY, PASSAGES[:1])[0]
+    assert alone - in_windows.score(QUERY, [JOINED])[0] < 0.7 * (
+        whole.score(QUERY, PASSAGES[:1])[0] - whole.score(QUERY, [JOINED])[0]
+    )
+
+
+def test_a_document_that_fits_into_a_window_has_the_score_of_the_whole(in_windows, whole):
+    short = [" ".join(passage.split()[:12]) for passage in PASSAGES]
+    assert in_windows.score(QUERY, short) == pytest.approx(whole.score(QUERY, short), abs=1e-4)
+    assert in_windows.explain(QUERY, short[0]).similarity_window is None
+
+
+def test_an_explanation_has_the_terms_of_the_best_window_and_says_where_it_is(in_windows):
+    explanation = in_windows.explain(QUERY, JOINED)
+    assert explanation.score == pytest.approx(in_windows.score(QUERY, [JOINED])[0], abs=1e-5)
+    assert explanation.score == pytest.approx(
+        np.sum(explanation.parts) + explanation.agreement, abs=1e-6
+    )
+    start, end = explanation.similarity_window
+    ends, _ = in_windows.token_ends(JOINED)
+    # The window begins at its first token and ends with its last one; it is not at an end here.
+    assert ends.index(end) - ends.index(start - 1) == 24
+    best = JOINED[start:end]
+    assert "honeybee that has found flowers tells the others" in best
+    assert str(explanation).splitlines()[-1] == (
+        f"match and whole are of characters {start} to {end}: {best}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"similarity_window": 7}, "multiple of 2"),
+        ({"similarity_window": 0}, "greater than 0"),
+        ({"fusion_layer": 0}, "similarity_window needs a fusion_layer"),
+    ],
+)
+def test_a_window_that_cannot_be_is_refused(in_windows, change, message):
+    config = in_windows.config
+    with pytest.raises(ValidationError, match=message):
+        type(config)(**dict(config) | change)
