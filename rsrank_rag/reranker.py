@@ -9,6 +9,7 @@ from typing_extensions import Self, Unpack
 
 from .errors import InputError, ScoringError, check_choice, check_count, check_names, check_text
 from .passages.documents import DocumentLike, InputDocument, as_documents
+from .passages.explanation import Explanation
 from .passages.pairs import Pair, parts_of, score_in_parts, spans_of
 from .passages.parts import WHOLE, LongDocuments, Reading, ReadingOptions
 from .passages.ranked import RankedDocument, RankResult, Scored, blanks_last, choose
@@ -337,6 +338,18 @@ class Reranker(ABC):
             ends, limit = self.token_ends(text)
             long.append(len(ends) > limit)
         return long
+
+    def explain(self, query: str, document: str, max_tokens: int | None = None) -> Explanation:
+        """Take a score apart; see `RSRank.explain`.
+
+        Raises:
+            InputError: This reranker cannot take its scores apart.
+        """
+        raise InputError("This reranker cannot take its scores apart. RSRank models can.")
+
+    def stats(self) -> dict[str, int]:
+        """Counters of the prefix cache since this reranker was loaded; none without a cache."""
+        return {}
 
     def token_ends(self, document: str) -> tuple[Sequence[int], int]:
         """Where each token of a text ends, in characters, and how many tokens are read at most.

@@ -4,7 +4,7 @@ import os
 import socket
 import threading
 import time
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 
 import httpx
 
@@ -13,9 +13,9 @@ from rsrank_rag.errors import InputError, ScoringError
 from rsrank_rag.passages.explanation import Explanation
 from rsrank_rag.reranker import Scored
 from rsrank_rag.service.app import Settings, create_app
-from rsrank_rag.service.fair_queue import QueueLimits
 from rsrank_rag.service.scheduler import Scheduler
-from rsrank_rag.service.server import ConnectionLimits, Server
+from rsrank_rag.service.server import Server
+from rsrank_rag.service.work_queue import QueueLimits
 from rsrank_rag.service.worker import ModelProcess, answer_calls
 
 
@@ -25,12 +25,12 @@ class Numbers(Reranker):
     threshold = 1.0
 
     def __init__(self):
-        self.batches = 0
+        self.batches = []
         self.may_go_on = threading.Event()
         self.may_go_on.set()
 
     def score_pairs(self, pairs):
-        self.batches += 1
+        self.batches.append([pair.document for pair in pairs])
         self.may_go_on.wait(120)  # a test that fails must end
         return [self.scored(number, pair) for number, pair in enumerate(pairs)]
 
@@ -67,39 +67,33 @@ class Words(Reranker):
         ]
 
 
-class ModelThread(threading.Thread):
-    """In the place of a process: it cannot be killed."""
-
-    pid = os.getpid()
-
-    def kill(self):
-        pass
-
-
 class InThread(ModelProcess):
     """A model in a thread of the test's own process, so that the test can reach the model."""
 
-    def _launch(self, connection):
-        thread = ModelThread(
-            target=answer_calls, args=(connection, self.make, self.name), daemon=True
-        )
-        thread.start()
-        return thread
+    pid = os.getpid()
 
-    def is_gone(self):
-        return False
+    def _launch(self, connection):
+        def run():
+            with connection, suppress(TypeError):  # `kill` sends no tasks
+                answer_calls(connection, self.make, self.name)
+
+        threading.Thread(target=run, daemon=True).start()
+
+    def kill(self):
+        """A thread cannot be killed; it ends with its connection, when the model is free."""
+        with suppress(OSError, AttributeError):
+            self._connection.send(None)
 
 
 def in_thread(make, name="fake", **options):
     """A `Scheduler` before a model in a thread."""
     made = Scheduler(make, name, **options)
-    model = made.model
-    made.model = InThread(make, name, model.canary, None, model.hang_seconds)
+    made.model = InThread(make, name)
     return made
 
 
-def scheduler(reranker, canary=None, **limits):
-    return in_thread(lambda: reranker, canary=canary, limits=QueueLimits(**limits))
+def scheduler(reranker, **limits):
+    return in_thread(lambda: reranker, limits=QueueLimits(**limits))
 
 
 @asynccontextmanager
@@ -116,11 +110,11 @@ async def client_of(backend, **settings):
 
 
 @contextmanager
-def address_of(backend, limits=None, **settings):
+def address_of(backend, **settings):
     """The address of a service in a thread, on a port of its own."""
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
-        server = Server(create_app(backend, Settings(**settings)), limits or ConnectionLimits())
+        server = Server(create_app(backend, Settings(**settings)))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
         thread.start()
         try:

@@ -60,11 +60,6 @@ CASES = {
         ["Bees find flowers by their colour and their scent."],
         {0},
     ),
-    "the canary": lambda: (
-        "Which animal gives milk?",
-        ["The cow is an animal that gives milk.", "The train leaves the station at noon."],
-        {0},
-    ),
 }
 
 

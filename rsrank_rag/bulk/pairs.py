@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from ..errors import InputError, RSRankError
 from ..passages.rule import passes
 from ..reranker import Pair, Reranker
-from ..service.backend import Outcome
+from ..service.backend import Outcome, Task
 from ..service.engine import DeviceLostError, Engine
 
 # The columns that are read.
@@ -68,7 +68,7 @@ class PairScorer:
 
     @cached_property
     def _engine(self) -> Engine:
-        return Engine(self.make(), self.name)
+        return Engine(self.make())
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Score a batch.
@@ -108,10 +108,10 @@ class PairScorer:
             RSRankError: The model fails on a simple pair, too: it must not fill files with errors.
         """
         try:
-            outcomes, _ = self._engine.run(pairs)
+            outcomes = self._engine.run([Task(pair) for pair in pairs])
             if not any(outcome.fault == "internal" for outcome in outcomes):
                 return outcomes
-            (simple,), _ = self._engine.run([SIMPLE_PAIR])
+            (simple,) = self._engine.run([Task(SIMPLE_PAIR)])
             if simple.fault != "internal":
                 return outcomes
             reason = simple.error

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import socket
+from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
 from ipaddress import ip_address
@@ -13,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import click
-from click import echo, option
-from pydantic import BaseModel, Field, NonNegativeFloat, PositiveInt, SecretStr
+from click import option
+from pydantic import BaseModel, Field, PositiveInt, SecretStr
 
 from ..adapters.systems import load as load_reranker
 from ..adapters.systems import parse
@@ -24,10 +25,14 @@ from ..prefixes.settings import Choice, PrefixCache, as_bytes
 from .options import PATH, command, revision_option, system_option
 
 if TYPE_CHECKING:
-    from ..service.app import Settings
     from ..service.scheduler import Scheduler
+    from ..service.settings import Settings
 
 logger = logging.getLogger(__name__)
+
+STDOUT = 1
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 KEYS = "RSRANK_API_KEY"
 """Environment variable with API keys, separated by commas."""
@@ -47,11 +52,6 @@ def prepare_logs(level: str) -> None:
         transformers_logging.enable_propagation()
     # With load_in_8bit in bfloat16, it logs a line for each product of each layer.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-
-
-def read_keys(environment: str) -> tuple[str, ...]:
-    """API keys of the environment variables, separated by commas."""
-    return tuple(key for part in environment.split(",") if (key := part.strip()))
 
 
 def prefix_choice(size: str | None, folder: Path | None) -> Choice:
@@ -79,26 +79,22 @@ class ServeOptions(BaseModel, use_attribute_docstrings=True):
     """0 for any that is free."""
     api_key_file: Path | None = None
     """File of API keys, one a line; RSRANK_API_KEY adds keys."""
-    separate_clients: bool = False
-    """Each client uses only its own prefixes."""
     allowed_host: list[str] = []
     """Name that clients call the service by; may be repeated."""
-    notice: NonNegativeFloat = 5.0
-    """Seconds of 503 from /ready between SIGTERM and shutdown."""
     max_documents: int = 1000
     """Documents of one request."""
-    max_body: str = "20MB"
-    """Size of one request, such as 20MB."""
-    max_queue: PositiveInt = 10_000
-    """Documents that may wait, of all requests."""
+    max_body: str = "10MB"
+    """Size of one request, such as 10MB."""
+    queue_tokens: PositiveInt = 1_000_000
+    """Tokens that may wait, of all requests; a client may have half."""
+    batch_tokens: PositiveInt = 1_024
+    """Tokens that the model scores at a time. A GPU needs more."""
     timeout: float = 60.0
     """Seconds from a request to its answer."""
     drop: bool = False
     """Leave out documents not above the native threshold."""
     normalize: bool = False
     """Scores from 0 to 1; 0.5: the native threshold."""
-    no_canary: bool = False
-    """Skip the canary (test scores)."""
     prefix_cache: str | None = None
     """Prefix cache on the device, such as 512MB; 0: none."""
     log_level: Literal["debug", "info", "warning", "error", "critical"] = "info"
@@ -133,19 +129,21 @@ def serve(
     Ends at SIGTERM or Ctrl-C, when the requests in flight have been answered. API keys may be
     changed in their file.
     """
+    open_standard_files()
     parse(model)
     for_program = APPS.get(program, {"drop": False, "enter": []})
     cache = prefix_choice(options.prefix_cache, prefixes)
     source = ModelSource(model, revision, load, prefix_cache=cache)
-    from ..service.app import Settings
-    from ..service.engine import Canary
-    from ..service.fair_queue import QueueLimits
     from ..service.scheduler import Scheduler
+    from ..service.settings import Settings
+    from ..service.work_queue import QueueLimits
 
+    keys: tuple[SecretStr, ...] = ()
+    if KEYS in os.environ:
+        keys = tuple(map(SecretStr, os.environ[KEYS].split(",")))
     settings = Settings(
-        api_keys=tuple(map(SecretStr, read_keys(os.environ.get(KEYS, "")))),
+        api_keys=keys,
         api_key_file=options.api_key_file,
-        separate_clients=options.separate_clients,
         allowed_hosts=tuple(options.allowed_host),
         max_documents=options.max_documents,
         max_body_bytes=as_bytes(options.max_body),
@@ -156,8 +154,7 @@ def serve(
     backend = Scheduler(
         partial(load_reranker, source),
         model,
-        limits=QueueLimits(documents=options.max_queue),
-        canary=None if options.no_canary else Canary(),
+        limits=QueueLimits(options.queue_tokens, options.batch_tokens),
         prepare=partial(prepare_logs, options.log_level.upper()),
     )
     key = "KEY-OF-THIS-SERVICE" if settings.closed else "any"
@@ -176,7 +173,7 @@ def run(backend: Scheduler, settings: Settings, options: ServeOptions, enter: st
     """
     from ..service.app import create_app
     from ..service.logs import configure
-    from ..service.server import ConnectionLimits, Server
+    from ..service.server import Server
     from ..service.worker import trim_regularly
 
     # The port is taken before the model is loaded, which may take minutes.
@@ -192,48 +189,45 @@ def run(backend: Scheduler, settings: Settings, options: ServeOptions, enter: st
         handler.addFilter(
             lambda record: app.state.failure is None or not record.name.startswith("uvicorn")
         )
-        warn_if_open(settings, options.host)
+        if not settings.closed and options.host not in LOOPBACK:
+            logger.warning("The service listens at %s without an API key.", options.host)
         trim_regularly()
-        server = Server(
-            app,
-            ConnectionLimits(notice=options.notice),
-            lambda: echo(
-                f"{backend.description.name} answers at {address}{enter.replace('{url}', entered)}"
-            ),
-        )
+
+        def announce() -> None:
+            text = f"{backend.name} answers at {address}{enter.replace('{url}', entered)}\n"
+            # Nobody may read standard output, or its disk may be full.
+            with suppress(OSError):
+                os.write(STDOUT, text.encode())
+
         try:
-            server.run(sockets=[bound])
+            Server(app, announce).run(sockets=[bound])
         finally:
+            backend.abort()
             # It says more than the SystemExit of the server.
             if app.state.failure is not None:
                 raise app.state.failure
-        if app.state.metrics.unanswered:
-            raise click.exceptions.Exit(1)
+
+
+def open_standard_files() -> None:
+    """Open closed standard files to nothing, so that no connection gets their numbers."""
+    for number in (0, STDOUT, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            # The system gives a file the lowest number that is free.
+            os.open(os.devnull, os.O_RDWR)
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    """A socket with that address, which nobody can reach yet."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    bound = socket.socket(family)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    """A socket with that address."""
     try:
-        bound.bind((host, port))
+        return socket.create_server(
+            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
+        )
     except OSError as error:
-        bound.close()
         raise InputError(
             f"Nobody can listen at {host}, port {port}: {error}. Choose --host and --port."
         ) from error
-    return bound
-
-
-def warn_if_open(settings: Settings, host: str) -> None:
-    """Log a warning if other machines can reach a service without keys."""
-    if not settings.closed and host not in ("127.0.0.1", "::1", "localhost"):
-        logger.warning(
-            "The service listens at %s without an API key. Set %s, or give --api-key-file.",
-            host,
-            KEYS,
-        )
 
 
 COMMANDS = (serve,)

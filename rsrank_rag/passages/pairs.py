@@ -1,21 +1,19 @@
 """Pairs of a query and a document, and scores of pairs whose documents are read in parts."""
 
 import math
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from ..cancellation import check_cancelled
 from ..errors import ScoringError
 from .parts import (
-    SEGMENT,
-    SEGMENT_PER_TOKEN,
     WHOLE,
     Excerpt,
     Reading,
     Span,
     TokenEnds,
     Window,
+    sections,
     sentences,
     windows,
 )
@@ -30,10 +28,10 @@ class Pair:
     Attributes:
         query: The query.
         document: The document.
-        max_tokens: Read at most so many of the document's tokens; None for as many as fit.
+        max_tokens: Read at most so many of the document's tokens; None for as many as fit. For
+            documents that are read whole.
         reading: How the document is read. `score_in_parts` and the service use it; rerankers read
             documents whole.
-        salt: For the service only: pairs share cached prefixes with pairs of the same salt.
         cut_query: For the service only: read the first and the last part of a query that is too
             long, instead of raising an error.
     """
@@ -42,7 +40,6 @@ class Pair:
     document: str
     max_tokens: int | None = None
     reading: Reading = WHOLE
-    salt: str = ""
     cut_query: bool = True
 
 
@@ -83,117 +80,93 @@ def score_in_parts(
 
 
 def parts_of(pair: Pair, spans: Sequence[Span]) -> list[Pair]:
-    """The parts of a document, or of a segment of it, as pairs whose documents are read whole."""
-    if pair.reading.is_whole:
-        return [pair]
+    """The parts of a document as pairs whose documents are read whole."""
     return [
         replace(pair, document=pair.document[start:stop], reading=WHOLE) for start, stop in spans
     ]
 
 
 def spans_of(pair: Pair, token_ends: TokenEnds) -> list[Span]:
-    """Spans of the parts of a document, or of its first ``max_tokens`` tokens; raises as `cut`."""
+    """Spans of the parts of a document; raises as `cut`."""
+    if pair.reading.is_whole:
+        return [(0, len(pair.document))]
+    max_tokens = token_ends("")[1] if pair.reading.in_windows else None
     spans: list[Span] = []
-    segment = None
-    while segment is None or not segment.is_last:
+    for section in sections_of(pair, max_tokens):
         check_cancelled()
-        segment = cut(pair, token_ends, segment)
-        spans += segment.spans
+        spans += cut(pair, section, token_ends)
     return spans
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """The parts of one stretch of a document.
+def sections_of(pair: Pair, max_tokens: int | None) -> list[Span]:
+    """The sections of a document that `cut` cuts, one by one; see `sections`.
 
-    Attributes:
-        spans: The parts, in characters of the document. A document without sentences may have none.
-        stop: Where the next segment begins, in characters.
-        tokens: Tokens of the document before ``stop``; counted where ``max_tokens`` needs it.
-        is_last: Whether nothing of the document is left.
-    """
-
-    spans: list[Span]
-    stop: int = 0
-    tokens: int = 0
-    is_last: bool = False
-
-
-def cut(pair: Pair, token_ends: TokenEnds, before: Segment | None = None) -> Segment:
-    """Cut the next segment of a document, some 20,000 characters, into parts.
-
-    A part is a sentence, a window or the whole document, as ``pair.reading`` says. A long document
-    takes several calls, so that no call takes long. The last part of a segment may be incomplete;
-    then it is left out, and the next segment begins with it.
+    Of a document that is read whole, only the first section is read, so that no document takes
+    long. It has 16 characters for each token that the model reads.
 
     Args:
         pair: The document, and how it is read.
+        max_tokens: The most tokens of a document that the model reads; None if unknown.
+    """
+    if not pair.reading.is_whole:
+        return sections(pair.document[: pair.reading.max_characters], max_tokens or 0)
+    if max_tokens is None:
+        return [(0, len(pair.document))]
+    return sections(pair.document, max_tokens)[:1]
+
+
+def cut(pair: Pair, section: Span, token_ends: TokenEnds) -> list[Span]:
+    """Cut a section of a document into its parts.
+
+    A part is a sentence, a window or the whole document, as ``pair.reading`` says. Parts do not
+    depend on other sections, and no call takes long. A section without text may have no parts.
+
+    Args:
+        pair: The document, and how it is read.
+        section: One of `sections_of`.
         token_ends: As `Reranker.token_ends`.
-        before: The segment before this one; None for the document's first one.
 
     Returns:
-        The parts, and where the next segment begins.
+        The parts, in characters of the document.
 
     Raises:
-        InputError: The pair has windows or ``max_tokens``, and the reranker cannot say where
-            tokens end.
+        InputError: The pair has windows, and the reranker cannot say where tokens end.
     """
-    document, reading = pair.document, pair.reading
-    if reading.is_whole:
-        return Segment([(0, len(document))], len(document), is_last=True)
-    before = before or Segment([])
-    start, length, limit = before.stop, SEGMENT, 0
-    counted = reading.in_windows or bool(pair.max_tokens)
-    if counted:
-        limit = token_ends("")[1]
-        length = max(length, SEGMENT_PER_TOKEN * limit)
-    if reading.max_characters is not None:
-        document = document[: reading.max_characters]
-    text = document[start : start + length]
-    is_last = start + length >= len(document)
-    ends: Sequence[int] = token_ends(text)[0] if counted else ()
-    if pair.max_tokens and before.tokens + len(ends) > pair.max_tokens:
-        ends = ends[: pair.max_tokens - before.tokens]
-        text = text[: ends[-1]] if ends else ""
-        is_last = True
-    if reading.extract:
-        spans = sentences(text, 0 if start else len(reading.heading_of(text)))
-    elif start and not text:
-        spans = []
-    elif len(ends) > limit or start:
-        spans = windows(text, ends, limit)
+    if pair.reading.is_whole:
+        return [section]
+    start, stop = section
+    text = pair.document[start:stop]
+    if pair.reading.extract:
+        parts = sentences(text, 0 if start else len(pair.reading.heading_of(text)))
     else:
-        spans = [(0, len(text))]
-    stop = len(text)
-    if not is_last and len(spans) > 1:
-        stop = spans.pop()[0]
-    return Segment(
-        [(start + first, start + last) for first, last in spans],
-        start + stop,
-        before.tokens + bisect_right(ends, stop),
-        is_last,
-    )
+        ends, limit = token_ends(text)
+        if len(text) == len(pair.document) and len(ends) <= limit:
+            return [section]
+        parts = windows(text, ends, limit)
+    return [(start + first, start + last) for first, last in parts if first < last]
 
 
 def combined(pair: Pair, spans: Sequence[Span], parts: Sequence[Scored]) -> Scored:
     """The score of a document from those of its parts."""
     if not parts:
         return Scored(BLANK_SCORE)
+    end_was_cut = spans[-1][1] < len(pair.document.rstrip())
     if pair.reading.is_whole:
-        return parts[0]
+        return replace(parts[0], truncated=end_was_cut or parts[0].truncated)
     # A score that is not finite counts as the best, so that the caller notices it.
     best = max(
         range(len(parts)),
         key=lambda place: (not math.isfinite(parts[place].score), parts[place].score),
     )
-    end_was_cut = spans[-1][1] < len(pair.document.rstrip())
     scored = Scored(
         parts[best].score,
         truncated=end_was_cut or any(part.truncated for part in parts),
         tokens=sum(part.tokens for part in parts),
     )
     if not pair.reading.extract:
-        return replace(scored, window=Window(*spans[best], len(spans)))
+        # A document that fits the model is one window, which is not reported.
+        window = Window(*spans[best], len(spans)) if len(spans) > 1 else None
+        return replace(scored, window=window)
     excerpts = []
     for (start, stop), part in zip(spans, parts, strict=True):
         excerpts.append(Excerpt(start, stop, part.score, pair.document[start:stop]))

@@ -16,16 +16,17 @@ Span = tuple[int, int]
 TokenEnds = Callable[[str], tuple[Sequence[int], int]]
 """Where a text's tokens end, in characters, and how many tokens of a document are read at most."""
 
-# Characters that are split at once: sentencex's time can grow with their square (seen on lists).
-CHUNK = 10_000
+# Characters that are split into sentences at once: the time of sentencex grows with the square of
+# their number on some texts (quotes), to 4 ms for so many.
+CHUNK = 4_000
 
 # Characters of a long document that are cut into parts at once. One core tokenises so many in
-# about 0.02 s, and a service answers others between two segments.
-SEGMENT = 20_000
+# about 0.02 s, and a service answers others between two sections.
+SECTION = 20_000
 
-# A segment has at least so many characters for each token of a window, so that it holds several
+# A section has at least so many characters for each token of a window, so that it holds several
 # windows. English has about 4.5 characters a token.
-SEGMENT_PER_TOKEN = 16
+SECTION_PER_TOKEN = 16
 
 # Characters of a document that are read in windows or sentences: some 40 pages. One core reads them
 # with `mini` in about 15 s.
@@ -154,14 +155,42 @@ def sentences(text: str, begin: int = 0) -> list[Span]:
         # "en" for all languages: the marks that end a sentence are those of all languages, and
         # only abbreviations differ.
         boundaries = get_sentence_boundaries("en", plain[begin : begin + CHUNK])
-        if begin + CHUNK < len(text) and len(boundaries) > 1:
-            # The chunk may end within its last sentence.
+        last = boundaries[-1]["start_index"]
+        if begin + CHUNK < len(text) and last > CHUNK // 2:
+            # The chunk may end within its last sentence. A sentence that begins in the first half
+            # of the chunk is cut, so that no character is split more than twice.
             boundaries.pop()
         for one in boundaries:
             start, stop = stripped(text, begin + one["start_index"], begin + one["end_index"])
             if start < stop:
                 spans.append((start, stop))
         begin += boundaries[-1]["end_index"]
+    return spans
+
+
+def sections(text: str, window_tokens: int = 0) -> list[Span]:
+    """Spans of a long text that are cut into parts one by one. Together they hold the whole text.
+
+    In its last quarter, a section ends after a line, or else a sentence, or else white space.
+
+    Args:
+        text: A document.
+        window_tokens: Tokens of a window; 0 if the parts are no windows.
+    """
+    size = max(SECTION, SECTION_PER_TOKEN * window_tokens)
+    spans: list[Span] = []
+    start = 0
+    while len(text) - start > size:
+        stop = start + size
+        earliest = stop - size // 4
+        for mark in ("\n", ". ", "\u3002", " "):
+            place = text.rfind(mark, earliest, stop)
+            if place >= 0:
+                stop = place + len(mark)
+                break
+        spans.append((start, stop))
+        start = stop
+    spans.append((start, len(text)))
     return spans
 
 

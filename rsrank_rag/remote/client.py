@@ -14,7 +14,7 @@ from ..reranker import RankCall, RankOptions, RankResult, Reranker, Rule
 from . import connections
 from .address import service_address, usable_key
 from .transport import Transport
-from .wire import parsed, request_body, scores_of
+from .wire import parsed, request_body
 
 
 class RemoteReranker(Reranker):
@@ -95,7 +95,6 @@ class RemoteReranker(Reranker):
     async def _rank(self, call: RankCall) -> RankResult:
         request = request_body(self.model, call)
         body = await self._transport.send("POST", "/v1/rerank", request)
-        answer = parsed(body, self.base_url, self.model)
-        scored = scores_of(answer, call.texts, self.base_url)
+        answer, scored = parsed(body, call.texts, self.base_url, self.model)
         native = Rule(answer.threshold, answer.max_gap, answer.fallback)
         return call.result(scored, native, query_truncated=answer.query_truncated)

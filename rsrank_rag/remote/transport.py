@@ -7,13 +7,12 @@ import random
 import time
 from dataclasses import dataclass
 
-from pydantic import SecretStr
+from pydantic import BaseModel, SecretStr, ValidationError
 
 from ..errors import InputError, RemoteError, RSRankError, ScoringError
 from . import connections
 from .address import usable_key
 from .connections import httpx
-from .wire import ErrorBody
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +27,24 @@ TRANSIENT = (429, 502, 503)
 FIRST_PAUSE = 0.25
 LONGEST_PAUSE = 8.0
 
+# The most bytes of an answer: some for each byte of the request, because each sentence of a
+# document has places and a score, and some more.
+ANSWER_BYTES = 1_000_000
+TIMES_REQUEST = 100
+
 HEADERS = {"Content-Type": "application/json", "User-Agent": "rsrank-rag"}
+
+
+class _DocumentError(BaseModel):
+    index: int
+    message: str
+
+
+class _ErrorBody(BaseModel):
+    """Body of an error. A proxy's page gives one without fields."""
+
+    message: str = ""
+    documents: list[_DocumentError] = []
 
 
 @dataclass(frozen=True)
@@ -47,7 +63,7 @@ class Transport:
     timeout: float
     max_retries: int
 
-    async def send(self, method: str, path: str, body: bytes | None = None) -> bytes:
+    async def send(self, method: str, path: str, body: bytes = b"") -> bytes:
         """The body of the answer; raises as `RemoteReranker` says."""
         try:
             return await asyncio.wait_for(self._send_with_retries(method, path, body), self.timeout)
@@ -57,17 +73,17 @@ class Transport:
                 "Raise timeout, or send fewer documents."
             ) from error
 
-    async def _send_with_retries(self, method: str, path: str, body: bytes | None) -> bytes:
+    async def _send_with_retries(self, method: str, path: str, body: bytes) -> bytes:
         """Repeat a request after a transient failure, if there is time for the pause."""
         end = time.monotonic() + self.timeout
         retries = 0
-        pause = FIRST_PAUSE
         while True:
             try:
                 return await self._send_once(method, path, body)
             except RemoteError as error:
                 # The service's Retry-After, the pause, and a random part, which keeps clients that
                 # failed together from coming back together.
+                pause = min(FIRST_PAUSE * 2**retries, LONGEST_PAUSE)
                 seconds = error.retry_after + pause + random.uniform(0, FIRST_PAUSE)
                 late = time.monotonic() + seconds > end
                 if not error.transient or retries >= self.max_retries or late:
@@ -75,15 +91,20 @@ class Transport:
                 logger.info("Trying again in %.2f seconds: %s", seconds, error)
             await asyncio.sleep(seconds)
             retries += 1
-            pause = min(2 * pause, LONGEST_PAUSE)
 
-    async def _send_once(self, method: str, path: str, body: bytes | None) -> bytes:
+    async def _send_once(self, method: str, path: str, body: bytes) -> bytes:
         client = connections.client(asyncio.get_running_loop())
         url = self.base_url + path
+        most = ANSWER_BYTES + TIMES_REQUEST * len(body)
+        content = b""
         try:
-            response = await client.request(
+            async with client.stream(
                 method, url, content=body, headers=HEADERS, auth=self._authorize
-            )
+            ) as response:
+                async for piece in response.aiter_bytes():
+                    content += piece
+                    if len(content) > most:
+                        raise RemoteError(f"{self.base_url} answers with more than {most:,} bytes.")
         except httpx.RequestError as error:
             raise RemoteError(
                 f"{self.base_url} could not be reached ({error!r}). "
@@ -91,8 +112,8 @@ class Transport:
                 transient=isinstance(error, httpx.TransportError),
             ) from error
         if response.is_success:
-            return response.content
-        raise self._error(response, path)
+            return content
+        raise self._error(response, content, path)
 
     def _authorize(self, request: httpx.Request) -> httpx.Request:
         """Add the key, at the last moment, so that no variable of a traceback holds its text."""
@@ -102,10 +123,15 @@ class Transport:
             request.headers["Authorization"] = f"Bearer {key.get_secret_value()}"
         return request
 
-    def _error(self, response: httpx.Response, path: str) -> RSRankError:
+    def _error(self, response: httpx.Response, content: bytes, path: str) -> RSRankError:
         """The error of an answer that is not a success."""
         status = response.status_code
-        body = ErrorBody.parse(response.content)
+        try:
+            body = _ErrorBody.model_validate_json(content)
+        except ValidationError:
+            body = _ErrorBody()
+        message = " ".join(body.message.split())[:500].rstrip(".")
+        text = f": {message}." if message else "."
         if response.is_redirect:
             return RemoteError(
                 f"{self.base_url} redirects to {response.headers['Location']} ({status}), where "
@@ -115,14 +141,14 @@ class Transport:
         if status == 408 or status >= 500 or status in TRANSIENT:
             seconds = response.headers.get("Retry-After", "")
             return RemoteError(
-                f"{self.base_url} answered {status}{body.text}",
+                f"{self.base_url} answered {status}{text}",
                 status,
                 status in TRANSIENT,
                 float(seconds) if seconds.isdecimal() else 0.0,
             )
         if status == 422 and body.documents:
             return ScoringError(body.documents[0].message, body.documents[0].index)
-        problem = f"{self.base_url} refused the request ({status}){body.text}"
+        problem = f"{self.base_url} refused the request ({status}){text}"
         if status in (401, 403):
             problem += f" Check the key in api_key or {KEY_VARIABLE}."
         if status in (404, 405):

@@ -4,9 +4,9 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from typing import Any
 
 from pydantic import BaseModel, Field, ValidationError
-from typing_extensions import Self
 
 from ..errors import RemoteError, problems_of
 from ..passages.parts import Excerpt, Window, encodable
@@ -18,12 +18,7 @@ class _Row(BaseModel, strict=True):
     relevance_score: float | None
     truncated: bool = False
     window: Window | None = None
-    excerpts: list[Excerpt] | None = None
-
-
-class _DocumentError(BaseModel):
-    index: int
-    message: str
+    excerpts: list[Excerpt] = []
 
 
 class Answer(BaseModel, strict=True):
@@ -31,37 +26,15 @@ class Answer(BaseModel, strict=True):
 
     model: str
     results: list[_Row]
-    threshold: float | None = Field(allow_inf_nan=False)
+    threshold: float | None = Field(default=None, allow_inf_nan=False)
     max_gap: float | None = None
     fallback: Fallback | None = None
     query_truncated: bool = False
 
 
-class ErrorBody(BaseModel):
-    """Body of an error. A proxy's page gives one without fields."""
-
-    message: str = ""
-    documents: list[_DocumentError] = []
-
-    @classmethod
-    def parse(cls, body: bytes) -> Self:
-        """Read a body of any kind."""
-        try:
-            return cls.model_validate_json(body)
-        except ValidationError:
-            return cls()
-
-    @property
-    def text(self) -> str:
-        """The end of a sentence about a status: ``": Busy."``, or ``"."`` without a message."""
-        if not self.message:
-            return "."
-        return f": {' '.join(self.message.split())[:500].rstrip('.')}."
-
-
 def request_body(model: str | None, call: RankCall) -> bytes:
     """The request for the raw scores of all documents."""
-    body = {
+    body: dict[str, Any] = {
         "model": model,
         # The places of windows and sentences count characters, so the length of a text stays.
         "query": encodable(call.query),
@@ -77,11 +50,14 @@ def request_body(model: str | None, call: RankCall) -> bytes:
     return json.dumps(body, ensure_ascii=False).encode()
 
 
-def parsed(body: bytes, address: str, model: str | None) -> Answer:
-    """A validated answer.
+def parsed(
+    body: bytes, documents: Sequence[str], address: str, model: str | None
+) -> tuple[Answer, list[Scored]]:
+    """An answer, and its scores in the order of the documents.
 
     Raises:
-        RemoteError: The body is no answer of an rsrank service, or another model answered.
+        RemoteError: The body is no answer of an rsrank service to these documents, or another
+            model answered.
     """
     try:
         answer = Answer.model_validate_json(body)
@@ -94,35 +70,25 @@ def parsed(body: bytes, address: str, model: str | None) -> Answer:
             f"Model {model!r} was requested, and {address} holds {answer.model!r}. "
             "Give that name, or none."
         )
-    return answer
-
-
-def scores_of(answer: Answer, documents: Sequence[str], address: str) -> list[Scored]:
-    """Scores in the order of the documents; the rows of an answer may have any order.
-
-    Raises:
-        RemoteError: There is not exactly one row for each document.
-    """
+    # The rows of an answer may have any order.
     rows = sorted(answer.results, key=lambda row: row.index)
     if [row.index for row in rows] != list(range(len(documents))):
         raise RemoteError(
             f"{address} got {len(documents)} documents, and its answer does not give exactly one "
             "score for each of them, so that none of it can be trusted."
         )
-    return [_scored(row, documents[row.index]) for row in rows]
-
-
-def _scored(row: _Row, document: str) -> Scored:
-    sentences = tuple(
-        replace(excerpt, text=document[excerpt.start : excerpt.end])
-        for excerpt in row.excerpts or ()
-    )
-    window = row.window
-    # A document that fits the model is one window, which is not reported.
-    if window is not None and window.count == 1:
-        window = None
-    # `choose` refuses a score that is no number.
-    score = row.relevance_score
-    if score is None:
-        score = math.nan
-    return Scored(score, row.truncated, 0, window, sentences)
+    scores = []
+    for row, document in zip(rows, documents, strict=True):
+        parts: list[Excerpt | Window] = [*row.excerpts]
+        if row.window:
+            parts.append(row.window)
+        if any(not 0 <= part.start < part.end <= len(document) for part in parts):
+            raise RemoteError(
+                f"{address} names a place outside document {row.index}, so that none of its answer "
+                "can be trusted."
+            )
+        sentences = [replace(one, text=document[one.start : one.end]) for one in row.excerpts]
+        # `choose` refuses a score that is no number.
+        score = math.nan if row.relevance_score is None else row.relevance_score
+        scores.append(Scored(score, row.truncated, 0, row.window, tuple(sentences)))
+    return answer, scores

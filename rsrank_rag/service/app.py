@@ -1,20 +1,19 @@
 """The HTTP service: a FastAPI app in front of a `Scheduler`."""
 
 import asyncio
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any, TypeVar
 
-from pydantic import BaseModel, Discriminator, Tag, TypeAdapter
+from pydantic import BaseModel, ValidationError
+from pydantic_core import to_json
 
 from .. import __version__
 from ..errors import InputError, RSRankError, needs
-from ..passages.explanation import Explanation
 from ..reranker import Pair
-from .backend import Outcome, UnavailableError
+from .backend import Outcome, ServiceError, unavailable
 from .scheduler import Scheduler
 
 with needs(
@@ -25,23 +24,20 @@ with needs(
     "pythonjsonlogger",
     "starlette",
 ):
-    from fastapi import Body, Depends, FastAPI, Request, Response
-    from fastapi.responses import FileResponse, HTMLResponse, PlainTextResponse
-    from fastapi.security import HTTPBearer
+    from fastapi import FastAPI, Request, Response
+    from fastapi.responses import FileResponse, HTMLResponse, PlainTextResponse, StreamingResponse
     from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-    from starlette.exceptions import HTTPException
 
-    from .error_responses import Error, RequestError, answer_errors
+    from .error_responses import Error, answer_errors, malformed
     from .metrics import Metrics
-    from .middleware import OPEN, Keys, RequestMiddleware, Settings
-    from .schemas import others
-    from .schemas.cohere import RerankRequest, RerankResponse
-    from .schemas.common import Scores, ScoringRequest
+    from .middleware import RequestMiddleware
+    from .schemas.answers import Answer, text_bytes
+    from .schemas.request import ExplainRequest, RankRequest
+    from .settings import Keys, Settings
 
 __all__ = ["Settings", "create_app"]
 
 PAGE = Path(__file__).with_name("page.html")
-ANYTHING = TypeAdapter(Any)
 
 # Header of answers with scores: whether no document is above the native threshold.
 NONE_RELEVANT = "X-RSRank-None-Relevant"
@@ -49,35 +45,35 @@ NONE_RELEVANT = "X-RSRank-None-Relevant"
 # Statuses of errors that requests with a key may get.
 ERRORS = (400, 401, 404, 408, 413, 422, 429, 500, 503, 504)
 
+# Paths to which clients send documents. Each takes the requests of all clients.
+RANK_PATHS = (
+    "/v1/rerank",
+    "/v2/rerank",
+    "/v1/reranking",
+    "/rerank",
+    "/reranking",
+    "/api/rerank",
+    "/v1/ranking",
+)
 
-def _schema(body: Any) -> str:
-    """The name of the schema of a request to a path that several schemas share."""
-    for name, schema in (("texts", "TEI"), ("passages", "NVIDIA")):
-        if isinstance(body, dict) and name in body:
-            return schema
-    return "rerank"
+# Bytes of an answer that are sent at once. The server waits with the next bytes until the client
+# has taken most of these.
+SLICE = 65_536
+
+Body = TypeVar("Body", bound=BaseModel)
 
 
-AnyRerankRequest = Annotated[
-    Annotated[others.TextsRequest, Tag("TEI")]
-    | Annotated[others.RankingRequest, Tag("NVIDIA")]
-    | Annotated[RerankRequest, Tag("rerank")],
-    Discriminator(_schema),
-]
+async def _slices(body: bytes) -> AsyncIterator[bytes]:
+    """A body in slices, so that a client that reads slowly fills no buffer."""
+    for place in range(0, len(body), SLICE):
+        yield body[place : place + SLICE]
 
 
-class Info(BaseModel, use_attribute_docstrings=True):
-    """The model and the service's limits. Clients of TEI read some of the fields."""
-
-    model_id: str
-    model_type: dict[str, dict[str, dict[str, int]]]
-    """As TEI's clients read it."""
-    max_input_length: int | None = None
-    """Tokens of a document that are read, if that is known."""
-    threshold: float | None
-    explains: bool
-    max_client_batch_size: int
-    version: str
+def json_response(content: Any, **headers: str) -> Response:
+    """An answer with a body of JSON."""
+    body = to_json(content)
+    headers["content-length"] = str(len(body))
+    return StreamingResponse(_slices(body), headers=headers, media_type="application/json")
 
 
 def create_app(backend: Scheduler, settings: Settings | None = None) -> FastAPI:
@@ -88,7 +84,7 @@ def create_app(backend: Scheduler, settings: Settings | None = None) -> FastAPI:
     threshold.
 
     Raises:
-        InputError: The file of API keys cannot be read, or holds no key.
+        InputError: A key cannot be used, or the file of API keys cannot be read or holds no key.
     """
     settings = settings or Settings()
     metrics = Metrics(backend)
@@ -97,19 +93,19 @@ def create_app(backend: Scheduler, settings: Settings | None = None) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         try:
             await backend.start()
-            if settings.drop and backend.description.threshold is None:
-                await backend.stop()
+            if settings.drop and backend.description.rule.threshold is None:
                 raise InputError(
-                    f"{backend.description.name} has no native threshold, "
+                    f"{backend.name} has no native threshold, "
                     "so there is nothing by which to drop documents."
                 )
+            yield
         except RSRankError as error:
             # The caller that started the app reads the error here, because uvicorn and Ray Serve
             # only log it.
             app.state.failure = error
             raise
-        yield
-        await backend.stop()
+        finally:
+            await backend.stop()
 
     app = FastAPI(
         title="rsrank_rag",
@@ -124,7 +120,6 @@ def create_app(backend: Scheduler, settings: Settings | None = None) -> FastAPI:
     app.state.failure = None
     app.state.backend = backend
     app.state.settings = settings
-    app.state.metrics = metrics
     _Service(backend, settings, metrics).add_routes(app)
     app.add_middleware(RequestMiddleware, settings=settings, keys=Keys(settings), metrics=metrics)
     answer_errors(app)
@@ -136,82 +131,86 @@ class _Service:
     backend: Scheduler
     settings: Settings
     metrics: Metrics
-    # In seconds since 1970.
-    started: float = field(default_factory=time.time)
 
     def add_routes(self, app: FastAPI) -> None:
         """Add all routes to an app."""
-        # The middleware asks for keys; here they are only described.
-        keys = [Depends(HTTPBearer(auto_error=False))] if self.settings.closed else []
 
-        def add(path: str, endpoint: Callable[..., Any], **options: Any) -> None:
-            app.add_api_route(path, endpoint, dependencies=[] if path in OPEN else keys, **options)
+        def post(path: str, endpoint: Callable[..., Any], body: type[BaseModel]) -> None:
+            content = {"application/json": {"schema": body.model_json_schema()}}
+            app.post(path, openapi_extra={"requestBody": {"content": content}})(endpoint)
 
-        rerank = (RerankRequest, RerankResponse)
-        any_rerank = (
-            AnyRerankRequest,
-            RerankResponse | list[others.TextScore] | others.RankingResponse,
-        )
-        posts: dict[str, tuple[Any, Any]] = {
-            "/v1/rerank": rerank,
-            "/v2/rerank": rerank,
-            "/v1/reranking": any_rerank,
-            "/rerank": any_rerank,
-            "/reranking": any_rerank,
-            "/api/rerank": any_rerank,
-            "/v1/ranking": (others.RankingRequest, others.RankingResponse),
-            "/explain": (others.ExplainRequest, Explanation),
-        }
-        for path, (kind, model) in posts.items():
-            add(path, self._endpoint(kind), methods=["POST"], response_model=model)
-        add("/", self.page, response_class=HTMLResponse)
-        add("/health", self.health)
-        add("/ready", self.ready)
-        add("/.well-known/ready", self.ready)
-        add("/v1/cluster/auth", self.auth)
-        add("/v1/models", self.models)
-        add("/v1/models/{name:path}", self.model)
-        add("/info", self.info, response_model_exclude_defaults=True)
-        add("/metrics", self.metrics_page, response_class=PlainTextResponse)
+        for path in RANK_PATHS:
+            post(path, self.rank, RankRequest)
+        post("/explain", self.explain, ExplainRequest)
+        app.get("/", response_class=HTMLResponse)(self.page)
+        app.get("/metrics", response_class=PlainTextResponse)(self.metrics_page)
+        app.get("/health")(self.health)
+        app.get("/ready")(self.ready)
+        app.get("/.well-known/ready")(self.ready)
+        app.get("/v1/cluster/auth")(self.auth)
+        app.get("/v1/models")(self.models)
+        app.get("/v1/models/{name:path}")(self.model)
+        app.get("/info")(self.info)
 
-    def _endpoint(self, kind: Any) -> Callable[..., Awaitable[Response]]:
-        """A function that answers requests of one kind."""
-
-        async def endpoint(body: Annotated[kind, Body()], request: Request) -> Response:
-            scores = await self._scores(request, body)
-            # In a thread, because a long text may have very many sentences.
-            answer = await asyncio.to_thread(body.answer, scores)
-            request.state.record.kept = len(getattr(answer, "results", scores.documents))
-            # Optional fields that have no value stay out.
-            return Response(
-                ANYTHING.dump_json(answer, exclude_defaults=True),
-                headers={NONE_RELEVANT: str(scores.none_relevant).lower()},
-                media_type="application/json",
-            )
-
-        return endpoint
-
-    async def models(self) -> others.ModelList:
-        """The model that is served, as OpenAI and NVIDIA list models."""
-        return others.ModelList(data=[await self.model("")])
-
-    async def model(self, name: str) -> others.ModelCard:
-        """The model that is served, under any name. Clients of Xinference ask for it."""
-        return others.ModelCard(id=self.backend.description.name, created=int(self.started))
-
-    async def info(self) -> Info:
-        """The model and the service's limits."""
+    async def rank(self, request: Request) -> Response:
+        """Score documents for a query."""
+        record, settings = request.state.record, self.settings
+        body = await self._body(request, RankRequest)
+        count = len(body.entries)
+        if count > settings.max_documents:
+            text = f"The request has {count:,} documents; it may have {settings.max_documents:,}."
+            raise ServiceError(413, text)
+        self._take_bytes(request, text_bytes(body))
         model = self.backend.description
-        return Info(
-            model_id=model.name,
-            model_type={"reranker": {"id2label": {}, "label2id": {}}},
-            # Left out if unknown: Dify's plugin for TEI fails on a null.
-            max_input_length=model.max_tokens,
-            threshold=model.threshold,
-            explains=model.explains,
-            max_client_batch_size=self.settings.max_documents,
-            version=__version__,
+        outcomes = await self._score(request, body.pairs(model))
+        options = (self.backend.name, record.id, settings.normalize, settings.drop)
+        answer = Answer(body, outcomes, model, *options)
+        record.tokens = answer.tokens
+        # In a thread, because documents may have thousands of sentences.
+        content = await asyncio.to_thread(answer.body)
+        record.kept = len(
+            content.get("results", outcomes) if isinstance(content, dict) else content
         )
+        return json_response(content, **{NONE_RELEVANT: str(answer.none_relevant).lower()})
+
+    async def explain(self, request: Request) -> Response:
+        """Take one score apart."""
+        body = await self._body(request, ExplainRequest)
+        (outcome,) = await self._score(request, [Pair(body.query, body.document)], True)
+        assert outcome.explanation is not None
+        # The parts of all heads together.
+        return json_response(replace(outcome.explanation, head_parts=()))
+
+    async def models(self) -> dict[str, Any]:
+        """The model that is served, as OpenAI and NVIDIA list models."""
+        return {"object": "list", "data": [await self.model("")]}
+
+    async def model(self, name: str) -> dict[str, Any]:
+        """The model that is served, under any name. Clients of Xinference ask for it."""
+        return {
+            "id": self.backend.name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "rsrank-rag",
+            "model_type": "rerank",
+        }
+
+    async def info(self) -> dict[str, Any]:
+        """The model and the service's limits. Clients of TEI read some of the fields."""
+        model = self.backend.description
+        info: dict[str, Any] = {
+            "model_id": self.backend.name,
+            "model_type": {"reranker": {"id2label": {}, "label2id": {}}},
+            "max_input_length": model.max_tokens,
+            "threshold": model.rule.threshold,
+            "explains": model.explains,
+            "max_client_batch_size": self.settings.max_documents,
+            "version": __version__,
+        }
+        if model.max_tokens is None:
+            # Dify's plugin for TEI fails on a null.
+            del info["max_input_length"]
+        return info
 
     async def health(self) -> dict[str, str]:
         """Whether the service is alive."""
@@ -222,10 +221,10 @@ class _Service:
         return {"auth": self.settings.closed}
 
     async def ready(self) -> dict[str, str]:
-        """Whether requests are answered, and the last canary scored as it should."""
+        """Whether requests are answered."""
         reason = self.backend.readiness()
         if reason is not None:
-            raise UnavailableError(reason)
+            raise unavailable(reason)
         return {"status": "ready"}
 
     async def metrics_page(self) -> Response:
@@ -236,58 +235,76 @@ class _Service:
         """A page to try the model on."""
         return FileResponse(PAGE)
 
-    async def _scores(self, request: Request, body: ScoringRequest) -> Scores:
-        """Score a request's pairs, or raise the error that answers the request."""
-        record = request.state.record
-        query, documents = body.query_and_documents()
-        self._check_size(query, documents)
-        record.documents = len(documents)
-        outcomes = await self._work(request, body.pairs(request.state.salt), body.explain)
-        body.check(outcomes)
-        scores = Scores(
-            documents,
-            outcomes,
-            self.backend.description,
-            body.normalised(self.settings.normalize),
-            record.id,
-            self.settings.drop,
-        )
-        record.tokens = scores.usage.total_tokens
-        return scores
+    async def _body(self, request: Request, kind: type[Body]) -> Body:
+        """Read and validate a body, or raise the error that answers the request."""
+        if "json" not in request.headers.get("content-type", ""):
+            raise ServiceError(400, "The body must be sent with Content-Type: application/json.")
+        try:
+            body = await asyncio.wait_for(self._read(request), self._seconds_left(request))
+            return kind.model_validate_json(body)
+        except asyncio.TimeoutError:
+            text = f"The body did not arrive in {self.settings.timeout:g} seconds."
+            raise ServiceError(408, text) from None
+        except ValidationError as error:
+            raise malformed(error) from None
 
-    def _check_size(self, query: str, documents: Sequence[str]) -> None:
-        def check(name: str, size: int, most: int, unit: str = "characters") -> None:
+    async def _read(self, request: Request) -> bytes:
+        """A body, whose bytes are counted before they are in memory."""
+        record, most = request.state.record, self.settings.max_body_bytes
+        size = int(request.headers.get("content-length", "0"))
+        body = b""
+        async for piece in request.stream():
+            body += piece
+            # A body that comes in chunks announces no length.
+            size = max(size, len(body))
             if size > most:
-                raise RequestError(413, f"{name} has {size:,} {unit}; it may have {most:,}.")
+                raise ServiceError(413, f"The body is too large; it may have {most:,} bytes.")
+            self._take_bytes(request, size - record.bytes)
+        return body
 
-        limits = self.settings
-        check("The request", len(documents), limits.max_documents, "documents")
-        check("The query", len(query), limits.max_query_characters)
-        for place, text in enumerate(documents):
-            check(f"Document {place}", len(text), limits.max_document_characters)
+    def _take_bytes(self, request: Request, size: int) -> None:
+        record = request.state.record
+        request.state.budget.take(record.client, size, record.bytes)
+        record.bytes += size
 
-    async def _work(self, request: Request, pairs: Sequence[Pair], explain: bool) -> list[Outcome]:
+    def _seconds_left(self, request: Request) -> float:
+        """Seconds until a request's time is up."""
+        seconds: float = request.state.record.seconds
+        return max(0.001, self.settings.timeout - seconds)
+
+    async def _score(
+        self, request: Request, pairs: Sequence[Pair], explain: bool = False
+    ) -> list[Outcome]:
         """Have the backend score pairs. If the client leaves, the work is cancelled.
 
         The time that the request has taken so far counts towards its timeout.
+
+        Raises:
+            ServiceError: As `Scheduler.score`; or pairs have no score (status 422, or 500 if the
+                model failed on each of them).
         """
         record = request.state.record
-        left = self.settings.seconds_left(record)
+        record.documents = len(pairs)
+        seconds = self._seconds_left(request)
         task = asyncio.ensure_future(
-            self.backend.score(pairs, client=record.client, timeout=left, explain=explain)
+            self.backend.score(pairs, client=record.client, timeout=seconds, explain=explain)
         )
-        gone = asyncio.ensure_future(_disconnected(request))
+        # The message after a body says that the client has left.
+        gone = asyncio.ensure_future(request.receive())
         try:
             await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                return task.result()
-            raise HTTPException(499, "The client has left.")
+            if not task.done():
+                raise ServiceError(499, "The client has left.")
+            outcomes = task.result()
         finally:
             task.cancel()
             gone.cancel()
             await asyncio.gather(task, gone, return_exceptions=True)
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+        faults = {n: one.error for n, one in enumerate(outcomes) if one.scored is None}
+        if not faults:
+            return outcomes
+        status = 500 if all(one.fault == "internal" for one in outcomes) else 422
+        first, text = min(faults.items())
+        if text.startswith(("The query", "A query")):
+            raise ServiceError(status, text)
+        raise ServiceError(status, f"Document {first} {text}", faults)

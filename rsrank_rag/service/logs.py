@@ -1,8 +1,12 @@
 """Logs of the service: a line of JSON for each request, without a word of its texts."""
 
 import logging
+import os
+import queue
+import threading
 import time
 import traceback
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -10,6 +14,14 @@ from pythonjsonlogger.core import RESERVED_ATTRS
 from pythonjsonlogger.json import JsonFormatter
 
 logger = logging.getLogger("rsrank_rag.service.requests")
+
+STDERR = 2
+
+# Lines that wait for a reader of standard error.
+MOST_LINES = 1_000
+
+# Seconds for which the last lines are waited for when the process ends.
+FLUSH_SECONDS = 1.0
 
 
 @dataclass
@@ -27,6 +39,7 @@ class RequestRecord:
         documents: Documents to score.
         tokens: Tokens read.
         kept: Documents in the answer.
+        bytes: Bytes of the body and the answer that were counted.
         milliseconds: From the request's arrival to its answer.
     """
 
@@ -39,6 +52,7 @@ class RequestRecord:
     documents: int | None = None
     tokens: int | None = None
     kept: int | None = None
+    bytes: int = 0
     milliseconds: float = 0.0
 
     @property
@@ -72,6 +86,39 @@ class TextlessFormatter(JsonFormatter):
         return "".join(traceback.format_tb(ei[2])) + getattr(ei[0], "__name__", "")
 
 
+class StderrHandler(logging.Handler):
+    """Writes lines to standard error from a thread. Lines beyond `MOST_LINES` are dropped.
+
+    So neither the event loop nor the model waits for a reader that has stopped reading.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines = queue.Queue[bytes](MOST_LINES)
+        threading.Thread(target=self._write, name="rsrank-log", daemon=True).start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Queue a line."""
+        line = self.format(record).encode("utf-8", "replace") + b"\n"
+        with suppress(queue.Full):
+            self.lines.put_nowait(line)
+
+    def flush(self) -> None:
+        """Wait until the lines have been written, but not for long. Python calls it at its end."""
+        end = time.monotonic() + FLUSH_SECONDS
+        while self.lines.unfinished_tasks and time.monotonic() < end:
+            time.sleep(0.01)
+
+    def _write(self) -> None:
+        while True:
+            line = self.lines.get()
+            # Nobody may read, or the disk of a log file may be full.
+            with suppress(OSError):
+                while line:
+                    line = line[os.write(STDERR, line) :]
+            self.lines.task_done()
+
+
 def configure(level: str) -> logging.Handler:
     """Write the logs and warnings of this process to standard error as lines of JSON.
 
@@ -83,7 +130,7 @@ def configure(level: str) -> logging.Handler:
         The handler of all lines.
     """
     ours = ("rsrank_rag", "uvicorn")
-    handler = logging.StreamHandler()
+    handler = StderrHandler()
     handler.setFormatter(TextlessFormatter())
     # A library may have set a lower level for its own logger.
     handler.addFilter(

@@ -3,11 +3,7 @@
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Histogram, ProcessCollector
-from prometheus_client.metrics_core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    Metric,
-)
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from .logs import RequestRecord
@@ -20,7 +16,7 @@ COUNTERS = {
     "failed_documents": "Documents that got an error instead of a score.",
     "truncated_documents": "Documents whose end was not read.",
     "cancelled_documents": "Documents whose client left, or whose request was late.",
-    "refused_requests": "Requests refused because the queue was full, or too long for their time.",
+    "refused_requests": "Requests that had too many tokens, or while too many tokens waited.",
     "late_requests": "Requests that were not answered in time.",
     "tokens": "Tokens read.",
     "restarts": "Times that the model's process was replaced.",
@@ -32,6 +28,13 @@ COUNTERS = {
 """Counters by name, without the ``_total`` that Prometheus adds. `Scheduler.stats` names those of
 the prefix cache without ``prefix_``."""
 
+PREFIXES = {
+    "hits": (CounterMetricFamily, "hits", "Documents whose prefix was cached."),
+    "bytes": (GaugeMetricFamily, "bytes", "Size of the cached prefixes."),
+    "limit_bytes": (GaugeMetricFamily, "limit", "Most that may be cached."),
+}
+"""Numbers of both places of the prefix cache: kind, name in `Scheduler.stats`, description."""
+
 
 class Metrics(Collector):
     """Measures requests, and reads the backend's counters for each scrape."""
@@ -39,8 +42,6 @@ class Metrics(Collector):
     def __init__(self, backend: Scheduler) -> None:
         self.registry = CollectorRegistry()
         self.backend = backend
-        # Number of requests without an answer when the server ended.
-        self.unanswered = 0
         self.registry.register(self)
         ProcessCollector(registry=self.registry)
         # Until a model is loaded, its process is "none", which does not exist.
@@ -61,22 +62,15 @@ class Metrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """Every counter and level of the backend."""
         stats = self.backend.stats()
+        text = "Documents of requests without an answer."
+        yield GaugeMetricFamily("rsrank_waiting_documents", text, stats["waiting"])
         is_ready = float(self.backend.readiness() is None)
         yield GaugeMetricFamily("rsrank_ready", "1 if requests are answered.", is_ready)
-        yield GaugeMetricFamily(
-            "rsrank_waiting_documents",
-            "Documents of requests without an answer.",
-            stats["waiting"],
-        )
         for name, text in COUNTERS.items():
             value = stats[name.removeprefix("prefix_")]
             yield CounterMetricFamily(f"rsrank_{name}", text, value)
-        for kind, what, name, text in (
-            (CounterMetricFamily, "hits", "hits", "Documents whose prefix was cached."),
-            (GaugeMetricFamily, "bytes", "bytes", "Size of the cached prefixes."),
-            (GaugeMetricFamily, "limit", "limit_bytes", "Most that may be cached."),
-        ):
+        for name, (kind, key, text) in PREFIXES.items():
             family = kind(f"rsrank_prefix_{name}", text, labels=["place"])
             for place in ("device", "disk"):
-                family.add_metric([place], stats[f"{place}_{what}"])
+                family.add_metric([place], stats[f"{place}_{key}"])
             yield family

@@ -7,10 +7,10 @@ import logging
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -18,21 +18,19 @@ from tqdm import tqdm
 
 from ..errors import RSRankError
 from ..reranker import Reranker
-from .backend import Description, UnavailableError
-from .engine import Canary, DeviceLostError, Engine
+from .backend import Description, Task, unavailable
+from .engine import DeviceLostError, Engine
 
 logger = logging.getLogger(__name__)
 
-# Seconds for the first load, which may download a model of many gigabytes.
-FIRST_LOAD = 1800.0
+# Seconds for a load, which may download a model of many gigabytes.
+LOAD_SECONDS = 1800.0
 
-# A later load may take LATER_LOAD seconds, plus TIMES_FIRST times the seconds of the first load.
-# The files are on disk then, but the machine may be busy.
-LATER_LOAD = 60.0
-TIMES_FIRST = 5.0
+# Seconds without an answer after which the process is killed and replaced.
+HANG_SECONDS = 300.0
 
-# Share of a call's time limit. If a call has no answer after that time, the service is not ready.
-SILENCE = 0.1
+# Seconds for which the end of a killed process is awaited. A GPU's driver may hold it longer.
+KILL_SECONDS = 5.0
 
 
 class ProcessLostError(Exception):
@@ -40,31 +38,23 @@ class ProcessLostError(Exception):
 
 
 def answer_calls(connection: Connection, make: Callable[[], Reranker], name: str) -> None:
-    """Answer calls of `Engine` methods until the connection ends. The first one loads the model.
-
-    Answers are pairs of a result and an error, one of which is None. Only RSRankErrors are sent:
-    SystemExit or a panic in Rust would end the other side's event loop, and messages of foreign
-    errors may quote a document.
-    """
-    engine: Engine | None = None
-    with connection, contextlib.suppress(EOFError, OSError):
+    """Load the model, send its description or the error, and do tasks until the connection ends."""
+    with contextlib.suppress(EOFError, OSError):
+        try:
+            engine = Engine(make())
+            description = engine.describe()
+        except RSRankError as error:
+            connection.send(error)
+            return
+        except Exception as error:
+            logger.exception("The model could not be loaded.")
+            text = f"{name} could not be loaded ({type(error).__name__}: {error})."
+            connection.send(RSRankError(text))
+            return
+        connection.send(description)
         while True:
-            method, arguments = connection.recv()
-            try:
-                engine = engine or Engine(make(), name)
-                connection.send((getattr(engine, method)(*arguments), None))
-            except DeviceLostError as error:
-                logger.error("The device is lost (%s); the model's process ends.", error)
-                os._exit(1)
-            except RSRankError as error:
-                connection.send((None, error))
-            except BaseException as error:
-                logger.exception("The model failed.")
-                text = f"The model failed ({type(error).__name__})."
-                if engine is None:
-                    # The message can be shown, because no client's text has been seen yet.
-                    text = f"{name} could not be loaded ({type(error).__name__}: {error})."
-                connection.send((None, RSRankError(text)))
+            tasks = connection.recv()
+            connection.send((engine.run(tasks), engine.reranker.stats()))
 
 
 def run_model_process(
@@ -78,20 +68,18 @@ def run_model_process(
     # process to finish its work.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def end_with_parent() -> None:
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=end_with_parent, daemon=True).start()
     trim_regularly()
     # The default lock is shared between processes, and leaks when this process is killed.
     tqdm.set_lock(threading.RLock())
     if prepare is not None:
         prepare()
-    answer_calls(connection, make, name)
+    try:
+        answer_calls(connection, make, name)
+    except DeviceLostError as error:
+        logger.error("The device is lost (%s); the model's process ends.", error)
+        # CUDA could wait for the device at a regular end.
+        logging.shutdown()
+        os._exit(1)
 
 
 def trim_regularly(seconds: float = 20.0) -> None:
@@ -99,7 +87,9 @@ def trim_regularly(seconds: float = 20.0) -> None:
 
     glibc by itself keeps freed memory in pieces, into which texts of other lengths do not fit.
     """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    trim = None
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
 
     def run() -> None:
         while trim is not None:
@@ -109,61 +99,53 @@ def trim_regularly(seconds: float = 20.0) -> None:
     threading.Thread(target=run, name="rsrank-trim", daemon=True).start()
 
 
-@dataclass
 class ModelProcess:
     """The process that holds the model. One call at a time.
 
     Args:
         make: Loads the model. It must be picklable, and so must the model's results.
         name: What the model is called.
-        canary: Scored after each load; None for none.
         prepare: Called in the process before all else, such as to set up its logs.
-        hang_seconds: Seconds without an answer after which the process is killed.
-
-    Attributes:
-        description: The model; None before the first load.
-        seconds: Seconds that the last call took.
-        hangs: Whether a call has had no answer for a tenth of its time limit.
     """
 
-    make: Callable[[], Reranker]
-    name: str
-    canary: Canary | None
-    prepare: Callable[[], object] | None
-    hang_seconds: float
-    description: Description | None = None
-    seconds: float = 0.0
-    hangs: bool = False
-    _load_limit: float = FIRST_LOAD
-    _process: Any = None
-    _connection: Any = None
+    def __init__(
+        self,
+        make: Callable[[], Reranker],
+        name: str,
+        prepare: Callable[[], object] | None = None,
+    ) -> None:
+        self.make = make
+        self.name = name
+        self.prepare = prepare
+        self._process: Any = None
+        self._connection: Any = None
 
     @property
     def pid(self) -> int | None:
         """The process's number; None if there is no process."""
-        pid: int | None = getattr(self._process, "pid", None)
-        return pid
+        return None if self._process is None else self._process.pid
 
-    async def start(self) -> None:
-        """Load the model in a new process, instead of one that is gone.
+    async def start(self) -> Description:
+        """Load the model in a new process, instead of one that is gone; gives its description.
 
         Raises:
-            RSRankError: The model cannot be loaded.
-            UnavailableError: The process died, or did not finish in time.
+            RSRankError: The model cannot be loaded, the process died, or it did not finish in time.
         """
         self.kill()
-        await asyncio.to_thread(self.end)
         self._connection, theirs = multiprocessing.Pipe()
+        started = time.monotonic()
         self._process = self._launch(theirs)
         try:
-            self.description = await self.call("describe", self.canary, limit=self._load_limit)
+            answer = await self._call(self._connection.recv, LOAD_SECONDS)
         except ProcessLostError:
-            raise UnavailableError(
+            raise unavailable(
                 f"The process that was to hold {self.name} ended while it was loading."
             ) from None
-        if self._load_limit == FIRST_LOAD:
-            self._load_limit = LATER_LOAD + TIMES_FIRST * self.seconds
-        logger.info("%s was loaded in %.1f s.", self.name, self.seconds)
+        if isinstance(answer, RSRankError):
+            raise answer
+        logger.info("%s was loaded in %.1f s.", self.name, time.monotonic() - started)
+        description: Description = answer
+        return description
 
     def _launch(self, connection: Connection) -> Any:
         # A forked copy of threads and CUDA would not work.
@@ -176,58 +158,33 @@ class ModelProcess:
         connection.close()
         return process
 
-    async def call(self, method: str, *arguments: Any, limit: float | None = None) -> Any:
-        """Call a method of the `Engine`.
-
-        Args:
-            method: Its name.
-            arguments: Its arguments.
-            limit: Seconds after which the process is killed; None for ``hang_seconds``.
+    async def run(self, tasks: Sequence[Task]) -> tuple[list[Any], Mapping[str, int]]:
+        """The results of tasks as `Engine.run` gives them, and the reranker's counters.
 
         Raises:
-            RSRankError: The model's own error, or one in place of any other error.
             ProcessLostError: The process died, or was killed because it did not answer.
         """
-        limit = limit or self.hang_seconds
+        connection = self._connection
 
-        def exchange() -> tuple[Any, RSRankError | None]:
-            # In a thread: large messages block, and unpickling very many sentences takes seconds.
-            started = time.perf_counter()
-            self._connection.send((method, arguments))
-            answer: tuple[Any, RSRankError | None] = self._connection.recv()
-            self.seconds = time.perf_counter() - started
-            return answer
+        def exchange() -> Any:
+            connection.send(tasks)
+            return connection.recv()
 
-        exchanged = asyncio.ensure_future(asyncio.to_thread(exchange))
-        # A batch takes a fraction of a second, so /ready reports a long silence before it is ended.
-        for seconds in (SILENCE * limit, (1 - SILENCE) * limit):
-            done, _ = await asyncio.wait([exchanged], timeout=seconds)
-            self.hangs = not done
-        if self.hangs:
-            logger.error("The model has not answered for %g seconds.", limit)
-            self.kill()
+        results, stats = await self._call(exchange, HANG_SECONDS)
+        return results, stats
+
+    async def _call(self, exchange: Callable[[], Any], seconds: float) -> Any:
+        """Exchange messages in a thread, because large ones block."""
         try:
-            result, error = await exchanged
-        except (EOFError, OSError):
+            return await asyncio.wait_for(asyncio.to_thread(exchange), seconds)
+        except (EOFError, OSError, asyncio.TimeoutError) as error:
+            logger.error("The model's process is lost (%s).", type(error).__name__)
+            self.kill()
             raise ProcessLostError from None
-        finally:
-            self.hangs = False
-        if error is not None:
-            raise error
-        return result
 
     def kill(self) -> None:
-        """End the process, whatever it is doing."""
+        """End the process, whatever it is doing. A call that waits raises ProcessLostError."""
         if self._process is not None:
             self._process.kill()
-
-    def is_gone(self) -> bool:
-        """Whether the process has ended."""
-        return self._process is not None and not self._process.is_alive()
-
-    def end(self) -> None:
-        """Let the model go after what it is doing. Blocks."""
-        if self._process is not None:
-            self._connection.close()
-            self._process.join()
+            self._process.join(KILL_SECONDS)
             self._process = None

@@ -14,7 +14,7 @@ pytest.importorskip("ray.serve")
 from ray_service import application
 
 from rsrank_rag.service.app import Settings, create_app
-from rsrank_rag.service.fair_queue import QueueLimits
+from rsrank_rag.service.work_queue import QueueLimits
 from rsrank_rag.service.scheduler import Scheduler
 
 pytestmark = pytest.mark.ray
@@ -26,7 +26,7 @@ with socket.socket() as made:
 
 def build(make, **limits):
     return create_app(
-        Scheduler(make, "lengths", canary=None, limits=QueueLimits(**limits)), Settings(timeout=60)
+        Scheduler(make, "lengths", limits=QueueLimits(**limits)), Settings(timeout=60)
     )
 
 

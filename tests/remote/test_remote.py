@@ -46,9 +46,9 @@ def serving(reranker, limits=None, **settings):
     app = pytest.importorskip("rsrank_rag.service.app", exc_type=ImportError)
     from service_helpers import in_thread
 
-    from rsrank_rag.service.fair_queue import QueueLimits
+    from rsrank_rag.service.work_queue import QueueLimits
 
-    queue = in_thread(lambda: reranker, limits=limits or QueueLimits(), canary=None)
+    queue = in_thread(lambda: reranker, limits=limits or QueueLimits())
     with listening(app.create_app(queue, app.Settings(**settings))) as address:
         yield address, queue
 
@@ -663,7 +663,7 @@ async def test_the_services_refusals_are_our_errors(asynchronous, monkeypatch):
 @pytest.mark.slow
 @both_ways
 async def test_a_full_queue_is_waited_for_and_a_deadline_is_not_tried_again(asynchronous):
-    from rsrank_rag.service.fair_queue import QueueLimits
+    from rsrank_rag.service.work_queue import QueueLimits
 
     model = Numbers()
     with serving(model, QueueLimits(documents=1)) as (address, queue):

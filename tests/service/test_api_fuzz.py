@@ -18,7 +18,7 @@ load_all_checks()
 
 pytestmark = pytest.mark.slow
 
-LIMITS = {"max_documents": 50, "max_document_characters": 2000, "max_body_bytes": 100_000}
+LIMITS = {"max_documents": 50, "max_body_bytes": 100_000}
 # A blank query or an object without text is no wrong type, and still cannot be scored.
 NOT_CHECKED = ["positive_data_acceptance"]
 

@@ -92,7 +92,7 @@ def sealed(page):
 
 def application(reranker, key=None):
     """The service with a model in this process."""
-    backend = in_thread(lambda: reranker, "mini", canary=None)
+    backend = in_thread(lambda: reranker, "mini")
     return create_app(backend, Settings(api_keys=(key,) if key else ()))
 
 

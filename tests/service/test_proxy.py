@@ -16,8 +16,8 @@ pytest.importorskip("uvicorn")
 
 from service_helpers import Numbers, address_of, scheduler
 
-from rsrank_rag.service.middleware import Settings
-from rsrank_rag.service.server import ConnectionLimits
+from rsrank_rag.service.server import CONNECTIONS, IDLE_SECONDS
+from rsrank_rag.service.settings import Settings
 
 CONF = Path(__file__).parents[2] / "examples" / "nginx.conf"
 UNITS = {"s": 1, "k": 1000, "m": 1_000_000}
@@ -66,9 +66,9 @@ def test_one_address_has_few_connections_and_bodies_are_as_large_as_the_service_
 
 def test_connections_to_the_service_are_fewer_and_idle_for_less_than_the_service_allows(conf):
     upstream, _ = conf["keepalive_timeout"]
-    assert amount(upstream[0]) < ConnectionLimits().idle_seconds
+    assert amount(upstream[0]) < IDLE_SECONDS
     servers = [one for one in conf["server"] if one]
-    assert int(servers[0][1].removeprefix("max_conns=")) < ConnectionLimits().connections
+    assert int(servers[0][1].removeprefix("max_conns=")) < CONNECTIONS
     assert ["Connection", '""'] in conf["proxy_set_header"]
 
 

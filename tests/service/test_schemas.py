@@ -6,41 +6,35 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
-from rsrank_rag.reranker import BLANK_SCORE, Pair, Rule, Scored
-from rsrank_rag.service.app import AnyRerankRequest
-from rsrank_rag.service.backend import Description, Outcome
-from rsrank_rag.service.error_responses import RequestError, error_response, request_error
-from rsrank_rag.service.schemas.cohere import RerankRequest
-from rsrank_rag.service.schemas.common import Scores, normalise
-from rsrank_rag.service.schemas.others import RankingRequest, TextsRequest
+from rsrank_rag.passages.parts import Reading
+from rsrank_rag.passages.ranked import normalise
+from rsrank_rag.passages.rule import BLANK_SCORE, Rule
+from rsrank_rag.reranker import Pair, Scored
+from rsrank_rag.service.backend import Description, Outcome, ServiceError
+from rsrank_rag.service.error_responses import error_response, malformed
+from rsrank_rag.service.schemas.answers import Answer, text_bytes
+from rsrank_rag.service.schemas.request import RankRequest
 
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
-MODEL = Description("fake", Rule(1.0), False)
+MODEL = Description(Rule(1.0), False)
 
 
 def rerank(**fields):
-    return RerankRequest.model_validate({"query": "q", "documents": ["a", "b"], **fields})
+    return RankRequest.model_validate({"query": "q", "documents": ["a", "b"], **fields})
+
+
+def pairs(**fields):
+    return rerank(**fields).pairs(MODEL)
 
 
 def outcomes(*scores):
-    return [
-        Outcome(Scored(score, tokens=3))
-        if score is not None
-        else Outcome(None, fault="unscored", error="has no score.")
-        for score in scores
-    ]
+    return [Outcome(Scored(score, tokens=3)) for score in scores]
 
 
-def scored(request, found, **fields):
-    _, documents = request.query_and_documents()
-    return Scores(documents, found, MODEL, id="some-id", **fields)
-
-
-def answer(request, found, *, normalised=False, **limits):
-    request = request.model_copy(update={"threshold": None, **limits})
-    return request.answer(scored(request, found, normalised=normalised))
+def answer(request, found, **fields):
+    return Answer(request, found, MODEL, "fake", "some-id", **fields).body()
 
 
 # Scores between 0 and 1
@@ -89,60 +83,48 @@ def test_without_a_threshold_the_middle_is_zero():
     ],
 )
 def test_who_asks_for_scores_between_0_and_1_gets_them(fields, default, expected):
-    assert rerank(**fields).normalised(default) is expected
-
-
-# Documents
-
-
-@given(st.lists(st.one_of(st.text(), st.fixed_dictionaries({"text": st.text()}))))
-def test_every_document_gives_one_pair_with_its_own_text(documents):
-    pairs = rerank(documents=documents).pairs()
-    assert [pair.document for pair in pairs] == [
-        d if isinstance(d, str) else d["text"] for d in documents
-    ]
+    found = Answer(rerank(**fields), outcomes(1, 2), MODEL, normalize=default).body()
+    assert found["results"][1]["relevance_score"] == (0.5 if expected else 1.0)
 
 
 # Requests
 
 
-def test_jinas_query_may_be_an_object():
-    assert rerank(query={"text": "who?"}, documents=["a"]).pairs() == [Pair("who?", "a")]
-
-
-def test_texts_mean_tei_and_documents_the_others():
-    read = TypeAdapter(AnyRerankRequest).validate_python
-    assert isinstance(read({"query": "q", "texts": ["a"]}), TextsRequest)
-    assert isinstance(read({"query": "q", "documents": ["a"]}), RerankRequest)
+@given(st.lists(st.one_of(st.text(), st.fixed_dictionaries({"text": st.text()}))))
+def test_every_document_gives_one_pair_with_its_own_text(documents):
+    texts = [d if isinstance(d, str) else d["text"] for d in documents]
+    for name in ("documents", "texts", "passages"):
+        request = RankRequest.model_validate({"query": {"text": "q"}, name: documents})
+        assert request.pairs(MODEL) == [Pair("q", text) for text in texts]
 
 
 def test_unknown_fields_and_any_model_are_accepted():
-    found = rerank(
-        model={"name": 3}, priority=1, max_chunks_per_doc=10, overlap_tokens="x", user=None
-    )
-    assert found.pairs() == rerank().pairs()
+    ignored = {"model": {"name": 3}, "truncate": False, "instruction": "i", "max_chunks_per_doc": 1}
+    assert pairs(**ignored) == pairs()
 
 
 @pytest.mark.parametrize(
     "fields",
     [
         {"query": 1},
+        {"query": "x" * 10_001},
         {"documents": "a"},
         {"documents": [1]},
         {"documents": ["a", None]},
+        {"documents": None},
+        {"texts": ["a"]},
         {"top_n": "five"},
         {"top_n": 1.5},
         {"top_n": -1},
-        {"max_gap": -1},
-        {"fallback": {"max_gap": 1}},
         {"threshold": math.nan},
         {"threshold": math.inf},
         {"threshold": "mine"},
+        {"max_gap": -1},
+        {"fallback": 3},
         {"normalize": "perhaps"},
-        {"max_tokens_per_doc": 0},
-        {"truncate_prompt_tokens": 0},
-        {"truncate": "START"},
-        {"truncation_direction": "Left"},
+        {"max_tokens_per_doc": -2},
+        {"max_tokens_per_doc": 5, "extract": "sentences"},
+        {"context": 1},
     ],
 )
 def test_what_means_nothing_is_refused(fields):
@@ -151,58 +133,17 @@ def test_what_means_nothing_is_refused(fields):
 
 
 @pytest.mark.parametrize(
-    ("schema", "body"),
-    [
-        (RerankRequest, {"query": "q", "documents": ["a"]}),
-        (TextsRequest, {"query": "q", "texts": ["a"]}),
-        (RankingRequest, {"query": {"text": "q"}, "passages": [{"text": "a"}]}),
-    ],
-)
-def test_an_instruction_is_refused_in_every_schema_and_an_empty_one_is_none(schema, body):
-    for instruction in (
-        {"instruction": "Find what a lawyer would cite."},
-        {"instruct": "Find what a lawyer would cite."},
-        {"chat_template_kwargs": {"instruction": "Find what a lawyer would cite."}},
-    ):
-        with pytest.raises(ValidationError, match="trained with one prompt"):
-            schema.model_validate({**body, **instruction})
-    for nothing in ({"instruction": None}, {"instruct": ""}, {"chat_template_kwargs": {"a": 1}}):
-        assert schema.model_validate({**body, **nothing}).pairs() == [Pair("q", "a")]
-
-
-@pytest.mark.parametrize("schema", [RerankRequest, TextsRequest, RankingRequest])
-def test_the_description_allows_empty_strings_where_they_are_taken_for_absent_fields(schema):
-    described = schema.model_json_schema()
-    fields = described["properties"]
-    allowed = {name for name in fields if {"const": ""} in fields[name].get("anyOf", [])}
-    assert allowed == set(fields) - set(described["required"])
-    texts = {"query": "q", "documents": ["a"], "texts": ["a"], "passages": [{"text": "a"}]}
-    if schema is RankingRequest:
-        texts["query"] = {"text": "q"}
-    body = {name: texts[name] for name in described["required"]}
-    empty = dict.fromkeys(allowed, "")
-    assert schema.model_validate({**empty, **body}).pairs() == [Pair("q", "a")]
-
-
-@pytest.mark.parametrize(
     ("fields", "top_n", "returned"),
     [
         ({"top_n": "1", "return_documents": "true"}, 1, True),
         ({"top_n": 1.0, "return_documents": "false"}, 1, False),
-        ({"top_n": "", "return_documents": "", "instruction": ""}, None, None),
-        ({"top_k": 1, "return_documents": True}, 1, True),
-        ({"top_k": "", "max_tokens_per_doc": ""}, None, None),
+        ({"top_k": 1, "return_text": True}, 1, True),
+        ({"top_n": 0}, None, False),
     ],
 )
 def test_switches_and_numbers_are_read_as_programs_send_them(fields, top_n, returned):
     request = rerank(**fields)
     assert (request.most, request.return_documents) == (top_n, returned)
-
-
-def test_voyages_clients_find_the_results_in_data():
-    request = rerank(top_k=1)
-    assert [row.index for row in answer(request, outcomes(1.0, 2.0)).data] == [1]
-    assert answer(rerank(), outcomes(1.0, 2.0)).data is None
 
 
 @pytest.mark.parametrize(
@@ -212,33 +153,53 @@ def test_voyages_clients_find_the_results_in_data():
         ({"max_tokens_per_doc": 7}, 7),
         ({"truncate_prompt_tokens": 5}, 5),
         ({"truncate_prompt_tokens": -1}, None),
-        ({"max_tokens_per_doc": 7, "truncate_prompt_tokens": 5}, 5),
     ],
 )
 def test_limits_of_tokens_reach_every_pair(fields, expected):
-    assert [pair.max_tokens for pair in rerank(**fields).pairs()] == [expected] * 2
+    assert [pair.max_tokens for pair in pairs(**fields)] == [expected] * 2
+
+
+def test_long_documents_are_read_as_the_model_does_by_default():
+    model = Description(Rule(1.0), False, 512, "windows")
+    windows = Reading(long_documents="windows")
+    assert rerank().pairs(model)[0].reading == windows
+    assert rerank(long_documents=None).pairs(model)[0].reading == windows
+    assert rerank(long_documents="cut").pairs(model)[0].reading == Reading()
+    assert rerank(max_tokens_per_doc=9).pairs(model)[0].reading == Reading()
+
+
+def error_of(text):
+    with pytest.raises(ValidationError) as caught:
+        RankRequest.model_validate_json(text)
+    return malformed(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("fields", "may_be_cut"),
+    ("body", "status", "says"),
     [
-        ({}, True),
-        ({"truncate": True}, True),
-        ({"truncate": "END"}, True),
-        ({"truncate": "NONE"}, False),
-        ({"truncate": False}, False),
-        # LiteLLM always sends both.
-        ({"truncate": False, "truncation_direction": "Right"}, True),
+        ("{", 400, "The body is no request: Invalid JSON"),
+        ("[]", 400, "The body is no request: Input should be an object"),
+        ('{"query": "q"}', 400, "one of documents, texts and passages is required"),
+        ('{"query": 1, "documents": []}', 400, "query: Input should be a valid string."),
+        ('{"query": {"text": 1}, "documents": []}', 400, "query: Input should be a valid string."),
+        ('{"query": "q", "texts": ["a", {}]}', 400, "texts.1: Input should be a valid string."),
+        ('{"query": "q", "documents": [], "threshold": 1e999}', 400, "threshold: "),
+        ('{"query": "%s", "documents": []}' % ("x" * 10_001), 413, "query: "),
+        (r'{"query": "\ud800", "documents": []}', 400, "Invalid JSON"),
     ],
 )
-def test_a_document_that_was_cut_is_an_error_only_if_it_may_not_be(fields, may_be_cut):
-    cut = [Outcome(Scored(1.0)), Outcome(Scored(2.0, truncated=True))]
-    if may_be_cut:
-        rerank(**fields).check(cut)
-        return
-    with pytest.raises(RequestError) as caught:
-        rerank(**fields).check(cut)
-    assert (list(caught.value.documents), caught.value.status_code) == ([1], 413)
+def test_a_body_that_is_no_request_is_an_error_that_repeats_none_of_it(body, status, says):
+    error = error_of(body)
+    assert (error.status, says in str(error)) == (status, True), error
+    assert len(str(error)) < 200
+
+
+def test_the_first_document_of_a_wrong_type_is_named():
+    error = error_of('{"query": "q", "documents": ["a", 1, {"text": "b"}, null]}')
+    assert error.documents == {1: "Input should be a valid string"}
+
+
+# Answers
 
 
 @pytest.mark.parametrize(
@@ -256,50 +217,26 @@ def test_a_document_that_was_cut_is_an_error_only_if_it_may_not_be(fields, may_b
         ({"threshold": -2.5}, False, -2.5),
         ({"top_n": 2}, "always", 1.0),
         ({"threshold": None}, "always", None),
+        ({"extract": "sentences"}, False, 1.0),
+        ({"texts": ["a", "b"], "documents": None}, True, None),
     ],
 )
 def test_the_request_decides_what_is_dropped_and_else_the_service(fields, drop, expected):
-    scores = Scores(["a", "b"], outcomes(1.0, 2.0), MODEL, drop=drop)
-    assert rerank(**fields).rule(scores).threshold == expected
+    found = Answer(rerank(**fields), outcomes(1.0, 2.0), MODEL, drop=drop)
+    assert found.rule().threshold == expected
 
 
 def test_the_native_threshold_of_a_model_without_one_is_refused():
-    with pytest.raises(RequestError, match="fake has no native threshold"):
-        rerank(threshold="native").rule(Scores([], [], Description("fake", Rule(), False)))
-
-
-# Outcomes
-
-
-def test_bad_documents_are_the_requests_fault_and_a_model_that_always_fails_is_not():
-    internal = Outcome(None, fault="internal", error="The model failed.")
-
-    def status(*found):
-        with pytest.raises(RequestError) as caught:
-            rerank().check(found)
-        return caught.value.status_code
-
-    assert status(*outcomes(None), internal) == 422
-    assert status(*outcomes(1.0), internal) == 422
-    assert status(internal, internal) == 500
-
-
-def test_a_query_that_cannot_be_used_is_said_once_and_no_document_is_blamed():
-    error = request_error({0: "The query is empty.", 1: "The query is empty."}, 422)
-    assert (error.detail, error.documents) == ("The query is empty.", {})
-    error = request_error({4: "has no score.", 2: "scored nan."}, 422)
-    assert error.detail == "Document 2 scored nan."
-    assert error.documents == {4: "has no score.", 2: "scored nan."}
+    model = Description(Rule(), False)
+    with pytest.raises(ServiceError, match="fake has no native threshold") as refused:
+        Answer(rerank(threshold="native"), outcomes(1, 2), model, "fake").body()
+    assert refused.value.status == 422
 
 
 def test_an_error_has_the_fields_of_every_client():
     body = json.loads(error_response(422, "Document 1 has no score.", {1: "has no score."}).body)
     assert body["error"] == body["message"] == body["detail"] == "Document 1 has no score."
     assert body["documents"] == [{"index": 1, "message": "has no score."}]
-    assert json.loads(error_response(500, "\ud800").body)["error"] == "?"
-
-
-# Answers
 
 
 @given(st.data())
@@ -308,40 +245,28 @@ def test_rows_are_sorted_by_the_raw_score_and_hold_what_was_asked_for(data):
     cutoff = data.draw(st.none() | st.integers(-6, 6).map(float))
     top_n = data.draw(st.none() | st.integers(0, 22))
     normalised = data.draw(st.booleans())
-    request = rerank(
-        documents=[f"text {i}" for i in range(len(scores))], top_n=top_n, return_documents=True
-    )
-    rows = answer(request, outcomes(*scores), threshold=cutoff, normalised=normalised).results
-
-    expected = sorted(
-        (i for i, score in enumerate(scores) if cutoff is None or score > cutoff),
-        key=lambda i: -scores[i],
-    )
-    expected = expected[:top_n] if top_n else expected
-    assert [row.index for row in rows] == expected
-    assert [row.document.text for row in rows] == [f"text {i}" for i in expected]
-    assert [row.relevance_score for row in rows] == [
+    texts = [f"text {i}" for i in range(len(scores))]
+    fields = {"documents": texts, "top_n": top_n, "return_documents": True, "threshold": cutoff}
+    request = rerank(**fields, normalize=normalised)
+    rows = answer(request, outcomes(*scores))["results"]
+    kept = [i for i, score in enumerate(scores) if cutoff is None or score > cutoff]
+    expected = sorted(kept, key=lambda i: -scores[i])[: top_n or None]
+    assert [row["index"] for row in rows] == expected
+    assert [row["document"]["text"] for row in rows] == [f"text {i}" for i in expected]
+    assert [row["relevance_score"] for row in rows] == [
         normalise(scores[i], 1.0) if normalised else scores[i] for i in expected
     ]
 
 
-def test_rows_that_the_fallback_keeps_are_weak():
-    request = rerank(documents=["a", "b", "c"], fallback={"max_gap": 1.0, "max_depth": 9.0})
-    rows = answer(request, outcomes(1, 3, 2), threshold=5.0).results
-    assert [(row.index, row.weak) for row in rows] == [(1, True), (2, True)]
-
-
 def test_blank_documents_come_last_and_are_never_relevant():
     request = rerank(documents=[" ", "a", "b"])
-    assert [row.index for row in answer(request, outcomes(0, -2, -1)).results] == [2, 1, 0]
-    assert [row.index for row in answer(request, outcomes(0, -2, -1), threshold=-5.0).results] == [
-        2,
-        1,
-    ]
+    rows = answer(request, outcomes(0, -2, -1))["results"]
+    assert [row["index"] for row in rows] == [2, 1, 0]
+    assert rows[2]["relevance_score"] == BLANK_SCORE
 
 
 def test_the_answer_has_the_fields_of_cohere_jina_infinity_and_vllm():
-    found = answer(rerank(), outcomes(1, 2)).model_dump(exclude_defaults=True)
+    found = answer(rerank(), outcomes(1, 2))
     assert found == {
         "id": "some-id",
         "object": "rerank",
@@ -362,12 +287,34 @@ def test_the_answer_has_the_fields_of_cohere_jina_infinity_and_vllm():
     }
 
 
-def test_tei_and_nvidia_get_all_rows_best_first():
-    texts = TextsRequest(query="q", texts=["a", "b", ""])
-    rows = texts.answer(scored(texts, outcomes(-3, 2, 0)))
-    assert [(row.index, row.score) for row in rows] == [(1, 2), (0, -3), (2, BLANK_SCORE)]
-    ranking = RankingRequest.model_validate(
-        {"query": {"text": "q"}, "passages": [{"text": "a"}, {"text": "b"}]}
-    )
-    found = ranking.answer(scored(ranking, outcomes(-3, 2))).rankings
-    assert [(row.index, row.logit) for row in found] == [(1, 2), (0, -3)]
+def test_tei_nvidia_voyage_and_weaviate_get_rows_of_their_own():
+    texts = rerank(texts=["a", "b", ""], documents=None)
+    assert answer(texts, outcomes(-3, 2, 0)) == [
+        {"index": 1, "score": 2},
+        {"index": 0, "score": -3},
+        {"index": 2, "score": BLANK_SCORE},
+    ]
+    passages = rerank(passages=[{"text": "a"}, {"text": "b"}], documents=None)
+    rankings = answer(passages, outcomes(-3, 2), normalize=True, drop=True)["rankings"]
+    assert [(row["index"], row["logit"]) for row in rankings] == [(1, 2), (0, -3)]
+    assert [row["index"] for row in answer(rerank(top_k=1), outcomes(1, 2))["data"]] == [1]
+    weaviate = answer(rerank(property=""), outcomes(1, 2))
+    assert weaviate["scores"] == [{"document": "a", "score": 1}, {"document": "b", "score": 2}]
+
+
+@pytest.mark.parametrize(
+    ("fields", "copies"),
+    [
+        ({}, 0),
+        ({"return_documents": True}, 1),
+        ({"return_documents": True, "extract": "sentences"}, 2),
+        ({"return_documents": True, "top_k": 1}, 2),
+        ({"property": ""}, 1),
+    ],
+)
+def test_texts_in_an_answer_are_counted_before_it_is_made(fields, copies):
+    request = rerank(documents=["\x01" * 10, "\u00e9"], **fields)
+    assert text_bytes(request) == copies * (62 + 4)
+    made = json.dumps(answer(request, outcomes(2, 2)), ensure_ascii=False).encode()
+    if "extract" not in fields:
+        assert made.count(b"\\u0001") == 10 * copies

@@ -1,5 +1,5 @@
-"""API schemas: pure functions from requests to pairs, and from scores to answers.
+"""API schemas: requests become pairs, and scores become answers.
 
-Unknown fields are ignored, because every client library sends some of its own. A known field of the
-wrong type is an error.
+All clients send the same request with other names. Unknown fields are ignored, because every client
+library sends some of its own. A known field of the wrong type is an error.
 """

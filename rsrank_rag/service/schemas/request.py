@@ -1,0 +1,147 @@
+"""The request of all clients: a query and documents, under the names that each client uses."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    BeforeValidator,
+    Field,
+    FiniteFloat,
+    WithJsonSchema,
+    model_validator,
+)
+from typing_extensions import Self
+
+from ...passages.parts import MAX_CHARACTERS, LongDocuments, Reading
+from ...passages.rule import Fallback, Limits, Native, Rule
+from ...reranker import LongQueries, Pair
+from ..backend import Description
+
+
+def _without_object(value: Any) -> Any:
+    return value.get("text", value) if isinstance(value, dict) else value
+
+
+_OBJECT = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
+_AS_TEXT = WithJsonSchema({"anyOf": [{"type": "string"}, _OBJECT]})
+
+Text = Annotated[str, BeforeValidator(_without_object), _AS_TEXT]
+"""A text, by itself or in an object with a "text"."""
+
+Query = Annotated[str, Field(max_length=10_000), BeforeValidator(_without_object), _AS_TEXT]
+
+Texts = Annotated[list[Text], Field(fail_fast=True)]
+
+_AS_SENT = WithJsonSchema({"type": ["boolean", "number", "string"]})
+
+Flag = Annotated[bool, Field(strict=False), _AS_SENT]
+"""A boolean. Programs also send a boolean as text ("true") or as a number (1)."""
+
+Count = Annotated[int, Field(strict=False, ge=0), _AS_SENT]
+"""A whole number of at least 0. Programs also send such a number as "1" or 1.0."""
+
+
+class RankRequest(BaseModel, strict=True, use_attribute_docstrings=True):
+    """A query and documents. One of ``documents``, ``texts`` and ``passages`` is there.
+
+    The name of the documents decides in which schema the answer is.
+    """
+
+    query: Query
+    documents: Texts | None = None
+    """As clients of Cohere, Jina, vLLM, Infinity, Xinference, Voyage and SiliconFlow send them."""
+    texts: Texts | None = None
+    """As clients of TEI (text-embeddings-inference) send them."""
+    passages: Texts | None = None
+    """As clients of NVIDIA send them."""
+    top_n: Count | None = None
+    """Answer with at most so many documents; 0 for all."""
+    top_k: Count | None = None
+    """As top_n (Voyage)."""
+    return_documents: Flag = Field(
+        default=False, validation_alias=AliasChoices("return_documents", "return_text")
+    )
+    """Answer with the documents' texts."""
+    normalize: Flag | None = None
+    """Scores between 0 and 1; 0.5 is the native threshold."""
+    raw_scores: Flag | None = None
+    """False means normalize (TEI, Infinity)."""
+    max_tokens: Annotated[int, Field(ge=-1)] = Field(
+        default=0,
+        validation_alias=AliasChoices("max_tokens_per_doc", "truncate_prompt_tokens"),
+    )
+    """Read at most so many tokens of each document, from its beginning; 0 or -1: all."""
+    threshold: FiniteFloat | Native | None = None
+    """Leave out documents that do not score above this, on the raw scale; native for the model's
+    own; null for none. Without it the service's setting applies."""
+    max_gap: FiniteFloat | Native | None = "native"
+    """Leave out documents further below the best one; null for no gap."""
+    fallback: Annotated[
+        Fallback | Native | None, WithJsonSchema({"type": ["object", "string", "null"]})
+    ] = "native"
+    """What stays if no document scores above the threshold; null for nothing."""
+    extract: Literal["sentences"] | None = None
+    """sentences: keep, of each document, the sentences that score above the threshold (by default
+    the model's own; null: all), with their offsets; documents without such a sentence are left
+    out."""
+    context: Count = 0
+    """Keep so many sentences around each such sentence, too."""
+    heading: Flag = False
+    """Documents begin with a line that is kept with any of their sentences."""
+    long_documents: LongDocuments | None = None
+    """windows: read long documents in parts; the best part's score counts. cut: read the
+    beginning. Without it, the model's default applies."""
+    max_characters: Count | None = MAX_CHARACTERS
+    """Of a document in parts, read at most so many characters; null for all."""
+    long_queries: LongQueries = "cut"
+    """Of a query that is too long: cut reads the first and the last part; error refuses the
+    request."""
+    weaviates: Any = Field(default=None, validation_alias="property")
+    """Weaviate sends it, and reads scores."""
+
+    @model_validator(mode="after")
+    def _fields_make_sense(self) -> Self:
+        if [self.documents, self.texts, self.passages].count(None) != 2:
+            raise ValueError("one of documents, texts and passages is required")
+        # Both raise for options that are out of range or without effect.
+        Rule(threshold=0.0).with_limits(self.limits("native"))
+        self.reading("cut")
+        if self.max_tokens > 0 and (self.extract or self.long_documents):
+            raise ValueError("max_tokens_per_doc is for documents that are read whole")
+        return self
+
+    @property
+    def entries(self) -> list[str]:
+        """The documents."""
+        return self.documents or self.texts or self.passages or []
+
+    @property
+    def most(self) -> int | None:
+        """The most documents in the answer; None for all."""
+        return self.top_n or self.top_k or None
+
+    def reading(self, default: LongDocuments) -> Reading:
+        """How documents are read; ``default`` says how long ones are read by default."""
+        long_documents = self.long_documents or ("cut" if self.max_tokens > 0 else default)
+        fields = (self.extract, self.context, self.heading, long_documents, self.max_characters)
+        return Reading(*fields)
+
+    def limits(self, threshold: float | Native | None) -> Limits:
+        """The request's limits, with this threshold."""
+        return Limits(
+            threshold=threshold, max_gap=self.max_gap, fallback=self.fallback, top_n=self.most
+        )
+
+    def pairs(self, model: Description) -> list[Pair]:
+        """The pairs to be scored, with this request's options."""
+        most = self.max_tokens if self.max_tokens > 0 else None
+        options = (most, self.reading(model.long_documents), self.long_queries == "cut")
+        return [Pair(self.query, text, *options) for text in self.entries]
+
+
+class ExplainRequest(BaseModel, strict=True):
+    """One score to be taken apart."""
+
+    query: Query
+    document: str
