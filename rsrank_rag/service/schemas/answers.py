@@ -120,9 +120,8 @@ class Answer:
             ]
         rows = [self._row(one) for one in kept]
         # All documents in the request's order, for Weaviate.
-        scores = [
-            {"document": one.text, "score": self.shown(one.score)} for one in self.ranked().in_order
-        ]
+        every = self.shown(self.ranked()).in_order
+        scores = [{"document": one.text, "score": one.score} for one in every]
         return _present(
             id=self.id,
             object="rerank",
@@ -147,7 +146,6 @@ class Answer:
 
     def _row(self, document: RankedDocument) -> dict[str, Any]:
         request = self.request
-        shown = [replace(one, score=one.score) for one in document.excerpts]
         return _present(
             index=document.index,
             relevance_score=document.score,
