@@ -1,8 +1,7 @@
 """The service under load: `rsrank serve` in processes of its own, asked by many clients over HTTP.
 
     python -m benchmarks.load throughput   # requests a second and latencies, beside a cross-encoder
-    python -m benchmarks.load overload     # one to five times as many requests as can be answered
-    python -m benchmarks.load giant        # nine polite clients beside one client's giant requests
+    python -m benchmarks.load rude         # nine polite clients beside one that sends all it may
     python -m benchmarks.load kill         # the model's process is killed again and again
     python -m benchmarks.load restart      # the server itself is killed and started again
     python -m benchmarks.load disk         # the disk of the cached prefixes is full (Linux, root)
@@ -19,6 +18,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import json
 import os
 import random
 import signal
@@ -50,6 +50,10 @@ Rounding to bfloat16 alone gives up to 0.1, and rounding of documents to int8 up
 
 SAMPLE = 200
 """Pairs of those that were answered which are scored again."""
+
+
+MOST_MEMORY = 300_000_000 + 30 * 10_000_000
+"""Bytes that the HTTP process may take with the default of --max-body (docs/reliability.md)."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +146,7 @@ class Server:
             "--port",
             str(self.port),
         ]
-        self.command += ["--no-canary", "--notice", "0", "--log-level", "warning", *arguments]
+        self.command += ["--log-level", "warning", *arguments]
         self.popen: dict[str, Any] = {}  # how the process is started
         self.process: subprocess.Popen[bytes] | None = None
 
@@ -186,7 +190,8 @@ class Server:
 
     def metric(self, name: str) -> float:
         """A sum over a metric's samples, as /metrics gives them."""
-        lines = httpx.get(f"{self.url}/metrics").text.splitlines()
+        headers = {"Authorization": "Bearer polite"}  # for a service with keys
+        lines = httpx.get(f"{self.url}/metrics", headers=headers).text.splitlines()
         return sum(
             float(line.rpartition(" ")[2])
             for line in lines
@@ -377,87 +382,54 @@ def throughput(options: argparse.Namespace) -> None:
     print(f"mini: {verdict(traffic, records, options.dtype)[0]}")
 
 
-def overload(options: argparse.Namespace) -> None:
-    """Requests at one to five times the capacity, each with a timeout of a few seconds."""
-    traffic = Traffic.made_up(options)
-    records: list[Record] = []
-    print(
-        f"{traffic.count} passages a request, {options.timeout:g} s for an answer, "
-        f"{options.dtype}; {machine()}\n"
-    )
-    print(
-        "| load | offered/s | answered in time/s | of the capacity | 200 | 429 | others | p50 ms | "
-        "p99 ms |"
-    )
-    print("|---|--:|--:|--:|--:|--:|--:|--:|--:|")
-    with Server("mini", *chosen(options), "--timeout", str(options.timeout)) as server:
-        for _ in range(2):  # the first time prefixes are read that are kept from then on
-            full = asyncio.run(
-                closed_loop(server.url, traffic, options.clients[-1], options.seconds)
-            )
-        for times in (1, 2, 3, 4, 5):
-            record = asyncio.run(open_loop(server.url, traffic, times * full.rate, options.seconds))
-            records.append(record)
-            in_time, count = record.outcomes["200"], sum(record.outcomes.values())
-            refused, lasted = record.outcomes["429"], record.ended - record.started
-            answered, others = in_time / lasted, count - in_time - refused
-            row = [
-                f"{times}x",
-                f"{count / options.seconds:.1f}",
-                f"{answered:.1f}",
-                f"{answered / full.rate:.0%}",
-            ]
-            row += [
-                in_time,
-                refused,
-                others,
-                f"{record.quantile(0.5):.0f}",
-                f"{record.quantile(0.99):.0f}",
-            ]
-            print(f"| {' | '.join(map(str, row))} |")
-        again = asyncio.run(closed_loop(server.url, traffic, options.clients[-1], options.seconds))
-    print(
-        (
-            f"\ncapacity, by {options.clients[-1]} clients that ask again when answered: "
-            f"{full.rate:.1f} requests/s"
-        ),
-        end="",
-    )
-    print(f" at first, {again.rate:.1f} in the end")
-    print(verdict(traffic, [full, *records], options.dtype)[0])
+def rude_bodies() -> dict[str, bytes]:
+    """Bodies of requests that take as much as the service allows, by what they consist of."""
+    long = "It was a long day. " * 52_500
+    query = "How did the market of the harbour do in winter? " * 200
+
+    def body(documents: Sequence[str], query: str = "q", **fields: object) -> bytes:
+        return json.dumps({"query": query, "documents": documents, **fields}).encode()
+
+    windows = {"long_documents": "windows", "max_characters": None}
+    return {
+        "999,000 characters in windows": body([long[:999_000]], **windows),
+        "five of 130,000 in windows": body([long[n : n + 130_000] for n in range(5)], **windows),
+        "ten of 900,000, cut": body([long[n : n + 900_000] for n in range(10)]),
+        "300,000 quotes in sentences": body(["\u201c" * 300_000], extract="sentences"),
+        "a thousand of 500 characters": body([f"{n} {long[:500]}" for n in range(1000)]),
+        "long queries": body([f"{n} short" for n in range(120)], query[:9990]),
+        "copies and long queries": body([f"{n % 60} short" for n in range(120)], query[:9990]),
+        "answers of 20 MB": body(["1 " + "x" * 950_000] * 10, return_documents=True, top_k=10),
+        "10 MB of []": b'{"query": "q", "documents": [' + b",".join([b"[]"] * 3_300_000) + b"]}",
+        "10 MB in one text": body(["x" * 9_900_000]),
+    }
 
 
-GIANTS: dict[str, dict[str, Any]] = {
-    "999,000 characters in windows": {"count": 1, "characters": 999_000, "leaves": None},
-    "the same, left after 3 s": {"count": 1, "characters": 999_000, "leaves": 3.0},
-    "five of 130,000 in windows": {"count": 5, "characters": 130_000, "leaves": None},
-    "four of 900,000, cut": {"count": 4, "characters": 900_000, "leaves": None, "cut": True},
-}
-"""Requests of one client: documents, and the seconds after which the client leaves."""
+MOST_TIMES = 2.0
+"""How many times longer the polite clients' p99 may be beside a rude one."""
 
-MOST_TIMES = 1.5
-"""How many times longer the polite clients' p99 may be beside a giant request."""
+RUDE_AT_ONCE = 4
+"""Requests of the rude client at a time."""
 
 
-async def beside_giant(
-    url: str, traffic: Traffic, seconds: float, giant: dict[str, Any] | None, seed: int
+async def beside_rude(
+    url: str, traffic: Traffic, seconds: float, body: bytes | None, seed: int
 ) -> Record:
     """Nine clients that pause between requests, each with a key of its own, and perhaps a tenth.
 
     Each of the nine begins with a pause, too: a burst of nine first requests would be the slowest
-    hundredth of all, with a giant request and without one. Another seed gives other requests, so
+    hundredth of all, with a rude client and without one. Another seed gives other requests, so
     that not all of their documents have been read before.
     """
     async with contextlib.AsyncExitStack() as stack:
 
         async def client(key: str) -> httpx.AsyncClient:
-            headers = {"Authorization": f"Bearer {key}"}
+            headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
             http = httpx.AsyncClient(base_url=url, timeout=600, headers=headers)
             return await stack.enter_async_context(http)
 
         # A client takes about 20 ms to make, which must not count as waiting.
         polite_clients = [await client(f"polite{number}") for number in range(9)]
-        giant_client = await client("giant")
         record = Record()
         ends = record.started + seconds
 
@@ -468,31 +440,46 @@ async def beside_giant(
                 await ask(polite_clients[number], traffic, rng, record)
                 await asyncio.sleep(rng.expovariate(1.0))
 
-        async def besiege(
-            count: int, characters: int, leaves: float | None, cut: bool = False
-        ) -> None:
-            text = " ".join(traffic.corpus)
-            text = (text * (characters // len(text) + 1))[:characters]
-            body = {"query": "q", "documents": [text] * count}
-            body |= {} if cut else {"long_documents": "windows"}
-            while time.perf_counter() < ends:
-                with contextlib.suppress(asyncio.TimeoutError, httpx.TransportError):
-                    await asyncio.wait_for(giant_client.post("/v1/rerank", json=body), leaves)
-
-        siege = asyncio.create_task(besiege(**giant)) if giant else None
+        # The rude client has a process of its own, so that its work does not slow these down.
+        rude = None
+        if body is not None:
+            rude = await asyncio.create_subprocess_exec(
+                sys.executable, "-c", RUDE_CLIENT, url, str(RUDE_AT_ONCE), stdin=-1
+            )
+            assert rude.stdin is not None
+            rude.stdin.write(body)
+            rude.stdin.close()
         await asyncio.gather(*(polite(number) for number in range(9)))
         record.ended = time.perf_counter()
-        if siege is not None:
-            siege.cancel()
-            await asyncio.gather(siege, return_exceptions=True)
+        if rude is not None:
+            rude.kill()
+            await rude.wait()
     return record
 
 
-def giant(options: argparse.Namespace) -> None:
-    """Latencies of nine polite clients, without and beside one client's giant requests."""
+RUDE_CLIENT = """
+import sys, threading, time, httpx
+url, count = sys.argv[1], int(sys.argv[2])
+body = sys.stdin.buffer.read()
+headers = {"Authorization": "Bearer rude", "Content-Type": "application/json"}
+def besiege():
+    with httpx.Client(base_url=url, timeout=600, headers=headers) as http:
+        while True:
+            try:
+                if http.post("/v1/rerank", content=body).status_code == 429:
+                    time.sleep(0.1)
+            except httpx.TransportError:
+                time.sleep(0.1)
+for _ in range(count):
+    threading.Thread(target=besiege).start()
+"""
+
+
+def rude(options: argparse.Namespace) -> None:
+    """Latencies of nine polite clients, without and beside one client that sends all it may."""
     traffic = Traffic.made_up(options)
     server = Server("mini", *chosen(options))
-    keys = ",".join(["giant", *(f"polite{number}" for number in range(9))])
+    keys = ",".join(["rude", *(f"polite{number}" for number in range(9))])
     server.popen = {"env": {**os.environ, "RSRANK_API_KEY": keys}}
     failed = False
     print(f"{traffic.count} passages a request, {options.dtype}; {machine()}\n")
@@ -500,13 +487,11 @@ def giant(options: argparse.Namespace) -> None:
     print("|---|--:|--:|--:|--:|--:|")
     with server:
         for seed in range(2):
-            calm = asyncio.run(beside_giant(server.url, traffic, options.seconds, None, seed))
-        for seed, (name, attack) in enumerate({"nothing": None, **GIANTS}.items(), 2):
+            calm = asyncio.run(beside_rude(server.url, traffic, options.seconds, None, seed))
+        for seed, (name, body) in enumerate({"nothing": None, **rude_bodies()}.items(), 2):
             record = calm
-            if attack is not None:
-                record = asyncio.run(
-                    beside_giant(server.url, traffic, options.seconds, attack, seed)
-                )
+            if body is not None:
+                record = asyncio.run(beside_rude(server.url, traffic, options.seconds, body, seed))
             times = record.quantile(0.99) / calm.quantile(0.99)
             others = sum(record.outcomes.values()) - record.outcomes["200"]
             failed = failed or times > MOST_TIMES or others > 0
@@ -631,7 +616,7 @@ def arguments(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--words", type=int, default=100)
     parser.add_argument("--corpus", type=int, default=2000, help="passages in all")
     parser.add_argument(
-        "--timeout", type=float, default=3.0, help="of overload and soak: seconds for an answer"
+        "--timeout", type=float, default=60.0, help="of soak: seconds for an answer"
     )
     parser.add_argument("--dtype", default="int8", choices=TOLERANCE)
     parser.add_argument("--deterministic", action="store_true")
@@ -646,7 +631,7 @@ def chosen(options: argparse.Namespace) -> list[str]:
 def main() -> None:
     """Command line."""
     parser = arguments(str(__doc__))
-    parts = {part.__name__: part for part in (throughput, overload, giant, kill, restart, disk)}
+    parts = {part.__name__: part for part in (throughput, rude, kill, restart, disk)}
     parser.add_argument("part", choices=parts)
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--seconds", type=float, default=20.0)

@@ -4,9 +4,10 @@
 
 Passages have 5 to 2,000 words and requests 1 to 40 of them. Clients ask again as soon as they have
 been answered, and again a second later where they were refused (429, 503). Each minute the next
-fault is made: the model's process is killed, or stopped for five seconds; connections with half a
-request are opened and left; megabytes of nonsense are sent; clients leave before their answer; more
-is asked at a time than can be answered; a document of 999,000 characters is sent, in windows. After
+fault is made: the model's process is killed, or stopped for five seconds; another key sends one of
+the rude bodies of `benchmarks.load` (giant documents, quotes, copies, long queries, large answers),
+or holds bodies back; megabytes of nonsense are sent; clients leave before their answer; more is
+asked at a time than can be answered. After
 a third of the time the process is killed no more, so that one process's memory can be seen over the
 rest. Answers are checked as `benchmarks.load` does.
 """
@@ -29,7 +30,18 @@ from dataclasses import dataclass, field
 
 import httpx
 
-from .load import Record, Server, Traffic, arguments, chosen, clients, resident, verdict
+from .load import (
+    MOST_MEMORY,
+    Record,
+    Server,
+    Traffic,
+    arguments,
+    chosen,
+    clients,
+    resident,
+    rude_bodies,
+    verdict,
+)
 from .timing import machine
 from .workload import passages, question
 
@@ -108,8 +120,10 @@ class Soak:
     async def break_things(self, ends: float, every: float) -> None:
         """The next fault, every so many seconds."""
         gentle: list[Callable[[], Awaitable[None]]] = [
-            self.giant, self.stop, self.half_heads, self.nonsense, self.leave, self.crowd
+            self.stop, self.held_back, self.nonsense, self.leave, self.crowd
         ]  # fmt: skip
+        for name, body in rude_bodies().items():
+            gentle.append(self.rude(name, body))
         number, began = 0, time.perf_counter()
         while (now := time.perf_counter()) + every < ends:
             await asyncio.sleep(every)
@@ -134,18 +148,29 @@ class Soak:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child, signal.SIGCONT)
 
-    async def giant(self) -> None:
-        """One document that takes minutes, which its client leaves after twenty seconds."""
-        text = " ".join(self.traffic.corpus * 2)[:999_000]
-        body = {"query": "q", "documents": [text], "long_documents": "windows"}
-        with contextlib.suppress(asyncio.TimeoutError, httpx.TransportError):
-            await asyncio.wait_for(self.client.post("/v1/rerank", json=body), 20)
+    def rude(self, name: str, body: bytes) -> Callable[[], Awaitable[None]]:
+        """A fault: another key sends a body four times at once, and leaves after twenty seconds."""
 
-    async def half_heads(self) -> None:
-        """Three hundred connections say half of what they want, and stay for twelve seconds."""
-        opened = [await asyncio.open_connection("127.0.0.1", self.server.port) for _ in range(300)]
+        async def send() -> None:
+            headers = {"Authorization": "Bearer rude", "content-type": "application/json"}
+            posts = [
+                self.client.post("/v1/rerank", content=body, headers=headers) for _ in range(4)
+            ]
+            with contextlib.suppress(asyncio.TimeoutError, httpx.TransportError):
+                await asyncio.wait_for(asyncio.gather(*posts), 20)
+
+        send.__name__ = name
+        return send
+
+    async def held_back(self) -> None:
+        """Ten connections of another key send all of 10 MB but the last byte, and wait."""
+        head = (
+            b"POST /v1/rerank HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer rude\r\n"
+            b"Content-Type: application/json\r\nContent-Length: 10000000\r\n\r\n"
+        )
+        opened = [await asyncio.open_connection("127.0.0.1", self.server.port) for _ in range(10)]
         for _, writer in opened:
-            writer.write(b"POST /v1/rerank HTTP/1.1\r\nHost: localhost\r\nX-Half: ")
+            writer.write(head + b" " * 9_999_999)
         await asyncio.sleep(12)
         for _, writer in opened:
             writer.close()
@@ -192,6 +217,7 @@ class Soak:
 async def soak(options: argparse.Namespace, server: Server) -> Soak:
     """All of it at a time."""
     async with clients(server.url) as client:
+        client.headers["Authorization"] = "Bearer polite"
         run = Soak(server, Mixed.of(options), client)
         ends = time.perf_counter() + 60 * options.minutes
         asking = (run.ask(random.Random(number), ends) for number in range(options.clients))
@@ -212,7 +238,9 @@ def main() -> None:
     options = parser.parse_args()
     # A small cache is full after minutes. From then on, memory must not grow.
     settings = ["--timeout", str(options.timeout), "--prefix-cache", "256MB"]
-    with Server("mini", *chosen(options), *settings) as server:
+    made = Server("mini", *chosen(options), *settings)
+    made.popen = {"env": {**os.environ, "RSRANK_API_KEY": "polite,rude"}}
+    with made as server:
         run = asyncio.run(soak(options, server))
         process = server.process
     assert process is not None
@@ -239,7 +267,9 @@ def main() -> None:
         for name, count in run.counts.items()
         if name.startswith(("lost", "500", "504", "not"))
     )
-    sys.exit(bool(lost or wrong or process.returncode))
+    largest = max(ours for _, ours, _ in run.samples)
+    print(f"HTTP process: at most {largest / 1e6:.0f} MB; promised: {MOST_MEMORY / 1e6:.0f}")
+    sys.exit(bool(lost or wrong or process.returncode or largest > MOST_MEMORY))
 
 
 if __name__ == "__main__":
