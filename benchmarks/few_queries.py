@@ -1,12 +1,12 @@
-"""What 20, 50 or 100 labelled queries of a domain are worth: fine-tuning, and a tuned threshold.
+"""What 20, 50 or 100 labelled queries of a domain are worth for fine-tuning.
 
     python -m benchmarks.few_queries --data data/dev --output docs/few-queries.json
 
-Of each file, so many queries are drawn to train on (`rsrank train --base`) and to tune a threshold
-on (`rsrank tune`, best F1); base, fine-tuned and tuned are measured on the file's other queries,
-which take no part in anything. Features are read once a file, with at most 20 documents a query. A
-draw leaves at least a third of its size to measure on. The output is written after each draw; a run
-that was interrupted reads no feature again and repeats no draw of the same weights.
+Of each file, so many queries are drawn to train on (`rsrank train --base`); base and fine-tuned
+weights are measured on the file's other queries, which take no part in anything. Features are read
+once a file, with at most 20 documents a query. A draw leaves at least a third of its size to
+measure on. The output is written after each draw; a run that was interrupted reads no feature again
+and repeats no draw of the same weights.
 `python -m benchmarks.tables` puts the figures into the docs.
 """
 
@@ -30,7 +30,6 @@ from rsrank_rag.partial_files import write_text
 from rsrank_rag.training.batches import scored
 from rsrank_rag.training.fine_tuning import FineTuningOptions, fine_tune
 from rsrank_rag.training.store import QueryFeatures
-from rsrank_rag.training.tune import Goal, find_threshold
 from rsrank_rag.training.verdict import Verdict, judge
 
 SETS = (
@@ -44,7 +43,7 @@ SETS = (
     "realdocs.passage",
 )
 
-TRAINED = ("ndcg@5", "recall", "f1", "left_with_nothing")
+TRAINED = ("ndcg@5", "recall", "f1", "lost")
 
 
 def draw(count: int, size: int, seed: int) -> tuple[list[int], list[int]]:
@@ -56,26 +55,16 @@ def draw(count: int, size: int, seed: int) -> tuple[list[int], list[int]]:
 def measure(
     features: Sequence[QueryFeatures], base: Projection, numbers: tuple[list[int], list[int]]
 ) -> dict[str, Any]:
-    """What fine-tuning and a tuned threshold do to the other queries, and what they said before."""
+    """What fine-tuning does to the other queries, and what it said before."""
     own = [features[number] for number in numbers[0]]
     others = [features[number] for number in numbers[1]]
     trained = fine_tune(own, base, FineTuningOptions())
     said = judge(trained.before, trained.after)
     before = scored(others, weights_of(base))
     after = scored(others, weights_of(trained.projection))
-    tuned = find_threshold(scored(own, weights_of(base)), Goal())
-    verdicts = {
-        "trained": judge(before, after),
-        "said": said,
-        "tuned": judge(before, before, (0.0, tuned.threshold)),
-    }
+    verdicts = {"trained": judge(before, after), "said": said}
     found = {name: verdict.model_dump(mode="json") for name, verdict in verdicts.items()}
-    return {
-        **found,
-        "penalty": trained.penalty,
-        "gains": trained.gains,
-        "threshold": tuned.threshold,
-    }
+    return {**found, "penalty": trained.penalty, "gains": trained.gains}
 
 
 def weights_of(projection: Projection) -> dict[str, torch.Tensor]:
@@ -117,9 +106,8 @@ def table(rows: Sequence[dict[str, Any]], name: str, metrics: Sequence[str]) -> 
 def outcomes(rows: Sequence[dict[str, Any]]) -> str:
     """How many draws ended how on the other queries, all seeds, in Markdown."""
     lines = [
-        "| queries | draws | fine-tuned weights written | better | worse | base kept | rightly "
-        "| tuned threshold: F1 better | worse |",
-        "|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
+        "| queries | draws | fine-tuned weights written | better | worse | base kept | rightly |",
+        "|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for size in sorted({row["queries"] for row in rows}):
         own = [row for row in rows if row["queries"] == size]
@@ -133,9 +121,6 @@ def outcomes(rows: Sequence[dict[str, Any]]) -> str:
             _count(written, "trained", "worse"),
             len(unwritten),
             len(unwritten) - _count(unwritten, "trained", "better"),
-            # By its goal: another threshold always trades precision for recall.
-            sum((row["tuned"]["difference"]["f1"]["low"] or 0.0) > 0 for row in own),
-            sum((row["tuned"]["difference"]["f1"]["high"] or 0.0) < 0 for row in own),
         ]
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
@@ -156,14 +141,12 @@ def overview(found: dict[str, Any]) -> str:
 
 
 def tables(found: dict[str, Any]) -> str:
-    """Outcomes of all draws, and the first draw of each set in detail: trained, and tuned."""
+    """Outcomes of all draws, and the first draw of each set in detail."""
     first = [row for row in found["rows"] if row["seed"] == 0]
     parts = [
         outcomes(found["rows"]),
         "The first draw of each set, trained:",
         table(first, "trained", TRAINED),
-        "The same, tuned:",
-        table(first, "tuned", ("f1",)),
     ]
     return "\n\n".join(parts)
 

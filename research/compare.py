@@ -31,7 +31,7 @@ from rsrank_rag.adapters.systems import parse
 from rsrank_rag.cli.options import PATH, command, progress
 from rsrank_rag.errors import InputError, RSRankError, required
 from rsrank_rag.evaluation.datasets import LabelledQuery
-from rsrank_rag.evaluation.evaluate import score_dataset, shared_threshold
+from rsrank_rag.evaluation.evaluate import score_dataset
 from rsrank_rag.evaluation.metrics import (
     ScoredQuery,
     ranking_measures,
@@ -47,6 +47,7 @@ from rsrank_rag.passages.rule import Rule
 from rsrank_rag.reranker import Reranker
 
 from . import kept_scores
+from .best_threshold import shared_threshold
 from .hub_datasets import NANOBEIR, load_nanobeir, load_sets
 from .reproduction.config import files_in
 
@@ -186,7 +187,7 @@ def _values(queries: Sequence[ScoredQuery], threshold: float) -> dict[str, Array
     return {
         "ndcg@5": ranking_measures(queries)["ndcg@5"],
         "f1": values["f1"],
-        "lost": np.nan_to_num(values["left_with_nothing"]),
+        "lost": np.nan_to_num(values["lost"]),
     }
 
 

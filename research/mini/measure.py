@@ -7,7 +7,8 @@ With `--baseline-scores FOLDER` the scores of the baselines are written to a fol
 read from there the next time: they do not depend on the weights of `mini`.
 
 The two baselines have no natural threshold: they get the best single one over all sets in which
-each query has an answer, found on these very labels. `mini` is measured at zero.
+each query has an answer, found on these very labels, and the best rule of the same kind as `mini`'s
+(threshold, gap and fallback). `mini` is measured at zero and by its own rule.
 """
 
 from __future__ import annotations
@@ -25,11 +26,13 @@ from tables import ROOT, differences, table
 from tqdm import tqdm
 
 from research import kept_scores
+from research.best_threshold import best_threshold, shared_threshold
 from rsrank_rag import Reranker, RSRank
 from rsrank_rag.evaluation.datasets import LabelledQuery, dataset_name, read_labelled
-from rsrank_rag.evaluation.evaluate import score_dataset, shared_threshold, summarise
+from rsrank_rag.evaluation.evaluate import score_dataset, shared_rule, summarise
 from rsrank_rag.evaluation.metrics import (
     ScoredQuery,
+    apply_rule,
     ranking_measures,
     selection_measures,
 )
@@ -58,7 +61,7 @@ def measure(
     limit: int | None = None,
     baseline_scores: Path | None = None,
 ) -> Figures:
-    """Score every set with every system: the first at zero, the others at their best threshold."""
+    """Score every set with every system: the first by its own rule, the others by the best one."""
     sets = read_folder(data, limit)
     figures: Figures = {}
     first: Scored = {}
@@ -77,9 +80,11 @@ def measure(
             queries for name, queries in scored.items() if len(queries) == len(everything[name])
         ]
         tau = shared_threshold(whole) if figures else 0.0
+        rule = shared_rule(whole) if figures else reranker.native_rule
         figures[system] = {
             "tau": tau,
-            "sets": [summary(name, queries, tau) for name, queries in everything.items()],
+            "rule": str(rule),
+            "sets": [summary(name, queries, rule, tau) for name, queries in everything.items()],
             "unanswered": unanswered(everything, tau),
             "short": short_queries(reranker, tau),
         }
@@ -105,13 +110,25 @@ def score_set(
     return scored
 
 
-def summary(name: str, queries: list[ScoredQuery], tau: float) -> dict[str, Any]:
-    """Figures of the answerable queries, and how well the best score tells the others."""
+def summary(name: str, queries: list[ScoredQuery], rule: Rule, tau: float) -> dict[str, Any]:
+    """Figures of the answerable queries, and how well the best score tells the others.
+
+    The rule ``threshold`` is the threshold ``tau`` alone.
+    """
     answerable = [query for query in queries if any(query.relevant)]
+    figures = {"dataset": name, **summarise(answerable, rule)}
+    alone = Rule(tau)
+    figures["rules"]["threshold"] = {
+        "rule": str(alone),
+        **apply_rule(answerable, alone)._asdict(),
+    }
+    for key in ("called_relevant", "kept_unanswerable"):
+        figures["rules"]["in_use"][key] = getattr(apply_rule(queries, rule), key)
+    threshold, f1 = best_threshold(answerable)
     positives, negatives = best_scores(queries)
     return {
-        "dataset": name,
-        **summarise(answerable, threshold=tau),
+        **figures,
+        "best_threshold": {"threshold": threshold, "f1": f1},
         "auroc": auroc(positives, negatives),
         "false_accepts@90": false_accepts(positives, negatives),
     }

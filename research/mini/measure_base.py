@@ -25,9 +25,11 @@ from torch import Tensor
 from typed import Batch
 
 from measure import summary, unanswered
+from research.best_threshold import shared_threshold
 from rsrank_rag import Reranker, RSRank
 from rsrank_rag.evaluation.datasets import read_labelled
-from rsrank_rag.evaluation.evaluate import score_dataset, shared_threshold
+from rsrank_rag.evaluation.evaluate import score_dataset, shared_rule
+from rsrank_rag.passages.rule import Rule
 
 MOST_TOKENS = 510
 """Tokens of a text that the encoder reads."""
@@ -114,13 +116,16 @@ def main() -> None:
 def of_system(system: str, of_sets: dict[str, Any]) -> dict[str, Any]:
     """A system's figures on the sets that are scored so far."""
     tau = 0.0
+    rule = Rule(tau)
     if system.endswith("cosine"):
-        tau = shared_threshold(
-            [[query for query in queries if any(query.relevant)] for queries in of_sets.values()]
-        )
+        answerable = [
+            [query for query in queries if any(query.relevant)] for queries in of_sets.values()
+        ]
+        tau = shared_threshold(answerable)
+        rule = shared_rule(answerable)
     return {
         "tau": tau,
-        "sets": [summary(name, queries, tau) for name, queries in of_sets.items()],
+        "sets": [summary(name, queries, rule, tau) for name, queries in of_sets.items()],
         "unanswered": unanswered(of_sets, tau),
     }
 

@@ -23,7 +23,7 @@ from rsrank_rag.passages.rule import Rule
 
 ROOT = Path(__file__).parents[2]
 PAGES = ("README.md", "docs/mini.md", "research/docs/results.md", "research/docs/ablations.md")
-METRICS = {"ndcg@5": "nDCG@5", "recall@5": "Recall@5", "f1@tau": "F1@τ"}
+METRICS = {"ndcg@5": "nDCG@5", "recall@5": "Recall@5", "f1": "F1@τ"}
 NOT_MEASURED = "–"
 BLOCK = re.compile(r"(<!-- figures: ([^>]+?) -->\n).*?(<!-- end of figures -->)", re.S)
 
@@ -61,7 +61,8 @@ def family_mean(values: Mapping[str, float], sets: Sequence[str]) -> float:
 
 def values_of(figures: Figures, system: str, metric: str) -> dict[str, float]:
     """Set -> value."""
-    return {row["dataset"]: row[metric] for row in figures[system]["sets"]}
+    rows = figures[system]["sets"]
+    return {row["dataset"]: {**row, **row["rules"]["threshold"]}[metric] for row in rows}
 
 
 def columns_of(figures: Figures, metric: str) -> dict[str, dict[str, float]]:
@@ -77,7 +78,7 @@ def columns_of(figures: Figures, metric: str) -> dict[str, dict[str, float]]:
     return found
 
 
-def table(figures: Figures, metrics: Sequence[str] = ("ndcg@5", "f1@tau")) -> str:
+def table(figures: Figures, metrics: Sequence[str] = ("ndcg@5", "f1")) -> str:
     """A row a set and mean, columns of several metrics; the best of each metric is bold."""
     systems, (seen, _) = list(figures), rows_of(figures)
     counts = {row["dataset"]: str(row["queries"]) for row in figures[systems[0]]["sets"]}
@@ -101,38 +102,32 @@ def table(figures: Figures, metrics: Sequence[str] = ("ndcg@5", "f1@tau")) -> st
 
 
 RULES = {
-    "": "zero",
-    "tau_min1_": "zero with `min_docs=1`",
-    "tau_top5_min1_": "zero with `min_docs=1` and `top_n=5`",
-    "top1_": "top 1",
-    "top3_": "top 3",
-    "top5_": "top 5",
-    "first3_": "first 3 in the file's order",
+    "threshold": "zero",
+    "top1": "top 1",
+    "top3": "top 3",
+    "top5": "top 5",
+    "first3": "first 3 in the file's order",
 }
-"""Rules of `rsrank evaluate` by the beginning of their metrics' names."""
+"""Rules of `rsrank evaluate` by their names."""
 
 
-def lost_answers(figures: Figures, system: str, rule: str) -> float | None:
-    """Percent of the answerable queries of all sets for which a rule keeps nothing relevant.
-
-    None if that was not measured for every set.
-    """
+def lost_answers(figures: Figures, system: str, rule: str) -> float:
+    """Percent of the answerable queries of all sets for which a rule keeps nothing relevant."""
     rows = figures[system]["sets"]
-    if any(f"{rule}left_with_nothing" not in row for row in rows):
-        return None
-    lost = sum(row[f"{rule}left_with_nothing"] for row in rows)
+    lost = sum(row["rules"][rule]["lost"] for row in rows)
     return float(100 * lost / sum(row["answerable"] for row in rows))
 
 
 def overview_table(figures: Figures) -> str:
     """The README's table: means over families, lost answers, words and off-topic questions."""
-    rows: dict[str, list[float | None]] = {}
-    for metric, label in (("ndcg@5", "nDCG@5"), ("f1@tau", "F1")):
+    rows: dict[str, list[float]] = {}
+    for metric, label in (("ndcg@5", "nDCG@5"), ("f1", "F1")):
         columns = columns_of(figures, metric)
         for mean, kind in (("mean, seen", "seen"), ("mean, never seen", "not seen")):
             rows[f"{label}, {kind}"] = [100 * columns[system][mean] for system in figures]
-    for rule, label in (("", "at the threshold"), ("tau_top5_min1_", "1 to 5 kept")):
-        rows[f"answers lost, {label}"] = [lost_answers(figures, name, rule) for name in figures]
+    rows["answers lost, at the threshold"] = [
+        lost_answers(figures, name, "threshold") for name in figures
+    ]
     for kind, part, label in (
         ("questions", "found", "a question: wanted passage kept"),
         ("words", "found", "one word: wanted passage kept"),
@@ -142,8 +137,7 @@ def overview_table(figures: Figures) -> str:
             rows[label] = [100 * system["short"][kind][part] for system in figures.values()]
     lines = [f"| | {' | '.join(figures)} |", f"|---|{'--:|' * len(figures)}"]
     for label, values in rows.items():
-        cells = [NOT_MEASURED if value is None else f"{value:.1f}" for value in values]
-        lines.append(f"| {label} | {' | '.join(cells)} |")
+        lines.append(f"| {label} | {' | '.join(f'{value:.1f}' for value in values)} |")
     return "\n".join(lines)
 
 
@@ -155,10 +149,9 @@ def rules_table(figures: Figures) -> str:
     lines = ["| rule | F1 | answers lost | kept per query |", "|---|--:|--:|--:|"]
     for rule, label in RULES.items():
         lost = lost_answers(figures, name, rule)
-        f1_key = f"{rule}f1" if rule else "f1@tau"
         means = []
-        for key in (f1_key, f"{rule}kept_per_query"):
-            means.append(sum(row[key] * row["queries"] for row in rows) / queries)
+        for key in ("f1", "kept"):
+            means.append(sum(row["rules"][rule][key] * row["queries"] for row in rows) / queries)
         lines.append(f"| {label} | {100 * means[0]:.1f} | {lost:.1f}% | {means[1]:.1f} |")
     return "\n".join(lines)
 
@@ -167,8 +160,8 @@ def threshold_table(figures: Figures) -> str:
     """What the best threshold of each set, found on its labels, would add to zero."""
     lines = ["| set | F1 at zero | F1 at the set's best | that threshold |", "|---|--:|--:|--:|"]
     lines += [
-        f"| {row['dataset']} | {100 * row['f1@tau']:.1f} | {100 * row['f1@best']:.1f} "
-        f"| {row['tau_best']:+.2f} |"
+        f"| {row['dataset']} | {100 * row['rules']['threshold']['f1']:.1f} "
+        f"| {100 * row['best_threshold']['f1']:.1f} | {row['best_threshold']['threshold']:+.2f} |"
         for row in next(iter(figures.values()))["sets"]
     ]
     return "\n".join(lines)
@@ -185,17 +178,16 @@ def lost_table(figures: Figures) -> str:
     ]
     for name in (*seen, *unseen):
         row = rows[name]
+        alone = row["rules"]["threshold"]
         cells = [
             str(row["answerable"]),
-            f"{100 * row['f1@tau']:.1f}",
-            _share(row["left_with_nothing"], row["answerable"]),
-            f"{row['kept_per_query']:.1f}",
+            f"{100 * alone['f1']:.1f}",
+            _share(alone["lost"], row["answerable"]),
+            f"{alone['kept']:.1f}",
         ]
-        for count in (1, 3, 5):
-            cells += [
-                f"{100 * row[f'top{count}_f1']:.1f}",
-                _share(row[f"top{count}_left_with_nothing"], row["answerable"]),
-            ]
+        for name_of_rule in ("top1", "top3", "top5"):
+            best = row["rules"][name_of_rule]
+            cells += [f"{100 * best['f1']:.1f}", _share(best["lost"], row["answerable"])]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -290,7 +282,7 @@ def differences(
         pairs = []
         for scored, tau in zip((first[name], second[name]), thresholds, strict=True):
             f1 = selection_measures(scored, Rule(tau))["f1"]
-            pairs.append({**ranking_measures(scored), "f1@tau": f1})
+            pairs.append({**ranking_measures(scored), "f1": f1})
         found = {metric: estimate_mean(pairs[0][metric] - pairs[1][metric]) for metric in METRICS}
         made[name] = {
             metric: [

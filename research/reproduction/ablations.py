@@ -23,7 +23,6 @@ from rsrank_rag.errors import InputError, RSRankError
 from rsrank_rag.evaluation.evaluate import score_dataset
 from rsrank_rag.evaluation.metrics import (
     ScoredQuery,
-    best_threshold,
     ranking_measures,
     selection_measures,
 )
@@ -37,6 +36,7 @@ from rsrank_rag.training.fit import FitOptions, fit
 from rsrank_rag.training.recipe import SHIPPED, read_toml
 from rsrank_rag.training.store import QueryFeatures
 
+from ..best_threshold import best_threshold
 from ..features import ResearchRun
 from ..recipe import ResearchRecipe, SetPart
 from .closed_forms import closed_form

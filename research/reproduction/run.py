@@ -16,12 +16,14 @@ from rsrank_rag.artifact import hub
 from rsrank_rag.errors import InputError, RSRankError
 from rsrank_rag.evaluation.comparison import Comparison, Measured
 from rsrank_rag.evaluation.datasets import LabelledQuery
-from rsrank_rag.evaluation.evaluate import score_dataset, shared_threshold
+from rsrank_rag.evaluation.evaluate import score_dataset
 from rsrank_rag.evaluation.metrics import ScoredQuery
 from rsrank_rag.evaluation.report import check_report, write_report
 from rsrank_rag.language_model.options import LoadOptions, ModelSource
 from rsrank_rag.partial_files import write_text
+from rsrank_rag.passages.rule import Rule
 
+from ..best_threshold import shared_threshold
 from .ablations import Ablations, Kept, chosen, sha, state_of
 from .config import Reproduction, SystemPart
 from .tables import AblationFigures, FigureFile, ablation_tables, figures_of, page
@@ -152,7 +154,7 @@ class _Run:
                     shared_threshold(list(found.values())),
                     "the best over all sets; no native one",
                 )
-            self.outcome.measured.append(Measured(part.title, threshold, origin, found))
+            self.outcome.measured.append(Measured(part.title, Rule(threshold), origin, found))
 
     def _key(self, part: SystemPart, queries: Sequence[LabelledQuery]) -> str:
         """Of everything that scores depend on."""

@@ -12,9 +12,9 @@ from rsrank_rag.evaluation.report import template
 from rsrank_rag.evaluation.statistics import Estimate, Record, estimate_mean
 
 from .ablations import BASE, AblationOnSet, AblationRow
-from .thresholds import own_best, paired_t_test, threshold_stability
+from .thresholds import own_best, paired_t_test, set_best, threshold_of, threshold_stability
 
-TITLES = {"ndcg@5": "nDCG@5", "recall@5": "Recall@5", "f1@tau": "F1@τ"}
+TITLES = {"ndcg@5": "nDCG@5", "recall@5": "Recall@5", "f1": "F1@τ"}
 METRICS = {
     "recall@5": "R@5",
     "ndcg@5": "nDCG@5",
@@ -41,8 +41,7 @@ def page(
     """
     records = {
         system.name: {
-            label: summarise(rows, threshold=system.threshold)
-            for label, rows in system.scored.items()
+            label: _flat(summarise(rows, system.rule)) for label, rows in system.scored.items()
         }
         for system in measured
     }
@@ -57,20 +56,26 @@ def page(
             name: [*row, None if None in row else fmean(row)] for name, row in rows.items()
         }
     own_means = {}
+    set_means = {}
     for result in found.systems if found else ():
         by_set = [fmean(own_best(found, label, row)) for label, row in result.sets.items()]
         own_means[result.name] = fmean(by_set)
+        by_set = [fmean(set_best(found, label, row)) for label, row in result.sets.items()]
+        set_means[result.name] = fmean(by_set)
     stabilities = {}
     for system in measured:
         if set(system.scored) == set(sets):
-            stabilities[system.name] = threshold_stability(system.scored, system.threshold)
+            stabilities[system.name] = threshold_stability(system.scored, threshold_of(system))
     about = {
         "measured": measured,
         "stabilities": stabilities,
         "t_test": paired_t_test,
         "own_best": own_best,
+        "set_best": set_best,
+        "threshold_of": threshold_of,
         "mean": fmean,
         "own_means": own_means,
+        "set_means": set_means,
         "tables": tables,
         "metrics": TITLES,
         "found": found,
@@ -81,6 +86,11 @@ def page(
             about, name=name, sets=list(sets), ablations=ablations
         )
     )
+
+
+def _flat(summary: dict[str, Any]) -> dict[str, Any]:
+    """A summary with the measures of the rule in use beside the others."""
+    return {**summary, **summary["rules"]["in_use"]}
 
 
 class AblationFigures(AblationOnSet):

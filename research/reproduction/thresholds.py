@@ -13,8 +13,11 @@ from scipy import stats
 
 from rsrank_rag.evaluation import plots
 from rsrank_rag.evaluation.comparison import Comparison, Measured, SetResult
-from rsrank_rag.evaluation.metrics import ScoredQuery, best_threshold
+from rsrank_rag.evaluation.metrics import ScoredQuery, selection_measures
+from rsrank_rag.passages.rule import Rule
 from rsrank_rag.reranker import BLANK_SCORE
+
+from ..best_threshold import best_threshold
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -52,12 +55,31 @@ def paired_t_test(first: Sequence[float], second: Sequence[float]) -> PairedTest
     return PairedTest(difference=mean, t=float(result.statistic), p=float(result.pvalue))
 
 
+def threshold_of(system: Measured) -> float:
+    """The threshold of a system that is measured at one."""
+    threshold = system.rule.threshold
+    assert threshold is not None
+    return threshold
+
+
 def own_best(comparison: Comparison, name: str, result: SetResult) -> list[float]:
     """F1 of a set's queries, each at its own best threshold."""
-    values = []
-    for query, labels in zip(result.queries, comparison.labels[name], strict=True):
-        values.append(best_threshold([ScoredQuery(query.scores, labels.relevant)])[1])
+    return [best_threshold([query])[1] for query in _scored(comparison, name, result)]
+
+
+def set_best(comparison: Comparison, name: str, result: SetResult) -> list[float]:
+    """F1 of a set's queries, all at the set's best threshold."""
+    queries = _scored(comparison, name, result)
+    rule = Rule(best_threshold(queries)[0])
+    values: list[float] = selection_measures(queries, rule)["f1"].tolist()
     return values
+
+
+def _scored(comparison: Comparison, name: str, result: SetResult) -> list[ScoredQuery]:
+    queries = []
+    for query, labels in zip(result.queries, comparison.labels[name], strict=True):
+        queries.append(ScoredQuery(query.scores, labels.relevant))
+    return queries
 
 
 def f1_gaps(comparison: Comparison, name: str, result: SetResult) -> list[float]:
@@ -65,7 +87,7 @@ def f1_gaps(comparison: Comparison, name: str, result: SetResult) -> list[float]
 
     Source: paper, Section 2.2.
     """
-    best = result.values("f1@best")
+    best = set_best(comparison, name, result)
     lost = np.subtract(own_best(comparison, name, result), best)
     return np.maximum(lost, 0.0).tolist()
 
@@ -185,7 +207,7 @@ def write_figures(folder: Path, systems: Sequence[Measured], comparison: Compari
 
 def _figures(systems: Sequence[Measured], comparison: Comparison) -> Iterator[tuple[str, Figure]]:
     for number, system in enumerate(systems):
-        stability = threshold_stability(system.scored, system.threshold)
+        stability = threshold_stability(system.scored, threshold_of(system))
         name = system.name[-NAME_LENGTH:]
         title = f"{name}: bias {stability.bias:.3f}, variance {stability.variance:.4f}"
         figure = score_ranges(stability.ranges, stability.best, stability.natural, title=title)

@@ -17,7 +17,7 @@ from typing_extensions import Self
 
 from ..errors import InputError, nearest
 from ..language_model.options import LoadOptions, ModelSource
-from ..reranker import Reranker
+from ..reranker import Fallback, Reranker
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,20 +61,25 @@ class Kind:
         return system
 
 
-class TunedThreshold(BaseModel, extra="forbid"):
-    """The file of ``rsrank tune --output NAME.json``: another system's name, and its threshold.
+# A fallback may be of infinite depth.
+class TunedRule(BaseModel, extra="forbid", ser_json_inf_nan="constants"):
+    """The file of ``rsrank tune --output NAME.json``: another system's name, and its rule.
 
     Attributes:
         model: The system's name, as everywhere.
         revision: Its commit, tag or branch on the Hub.
-        threshold: Documents that score above it are kept.
-        data: Names of the labelled sets that chose the threshold.
-        notes: How the threshold was found.
+        threshold: The native threshold.
+        max_gap: The native gap.
+        fallback: The native fallback.
+        data: Names of the labelled sets that chose the rule.
+        notes: How the rule was found.
     """
 
     model: str
     revision: str | None = None
-    threshold: FiniteFloat
+    threshold: FiniteFloat | None
+    max_gap: FiniteFloat | None = None
+    fallback: Fallback | None = None
     data: tuple[str, ...] = ()
     notes: str = ""
 
@@ -92,13 +97,15 @@ class TunedThreshold(BaseModel, extra="forbid"):
 
 
 def load_tuned(file: str, *, revision: str | None, options: LoadOptions) -> Reranker:
-    """The system that a file of `TunedThreshold` names, with the threshold of the file.
+    """The system that a file of `TunedRule` names, with the rule of the file.
 
     ``revision`` replaces the revision in the file.
     """
-    tuned = TunedThreshold.read(file)
+    tuned = TunedRule.read(file)
     system = load(ModelSource(tuned.model, revision or tuned.revision, options))
     system.threshold = tuned.threshold
+    system.max_gap = tuned.max_gap
+    system.fallback = tuned.fallback
     system.labelled_data = tuned.data
     return system
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,12 @@ from ..adapters.systems import load as load_reranker
 from ..errors import InputError
 from ..evaluation.comparison import Measured
 from ..evaluation.datasets import LabelledSets, read_sets, warn_of_reuse
-from ..evaluation.evaluate import recommend, score_dataset, shared_threshold, summarise
-from ..evaluation.metrics import ScoredQuery, apply_rule, ranking_measures, rules
+from ..evaluation.evaluate import recommend, score_dataset, shared_rule, summarise
+from ..evaluation.metrics import ScoredQuery, ranking_measures
 from ..evaluation.report import check_report, write_report
 from ..language_model.options import LoadOptions, ModelSource
 from ..passages import shadow
-from ..passages.rule import Rule, plain
+from ..passages.rule import Limits, Rule, plain
 from .options import (
     PATH,
     command,
@@ -30,27 +30,25 @@ from .options import (
     printable,
     progress,
     revision_option,
+    rule_options,
     show_waiting,
 )
 
-# Rows of a file's table, by the metric's name.
+# Rows of a file's table: measures of `summarise`, and of the rule in use.
 ROWS = {
-    "threshold": "threshold in use",
     "queries": "queries",
-    "precision@tau": "precision above threshold",
-    "recall@tau": "recall above threshold",
-    "f1@tau": "F1 above threshold",
-    "kept_per_query": "kept per query",
-    "empty": "share of empty lists",
     "answerable": "queries with an answer",
-    "left_with_nothing": "answers lost",
-    "false_keeps": "kept without an answer",
+    "lost": "answers lost",
+    "kept": "kept per query",
+    "recall": "recall",
+    "precision": "precision",
+    "f1": "F1",
+    "called_relevant": "called relevant without an answer",
+    "kept_unanswerable": "kept without an answer",
     "auroc": "AUROC of the best score",
     "false_accepts@90": "false accepts at 90%",
     "ndcg@5": "nDCG@5 of all queries",
     "recall@5": "Recall@5 of all queries",
-    "f1@best": "best F1 of the file",
-    "tau_best": "at about this threshold",
 }
 
 
@@ -94,7 +92,7 @@ def report(log: Path, list_calls: bool) -> None:
 @revision_option
 @json_option
 @option("--report", type=PATH, help="Folder for a page with tables, figures and worst queries.")
-@option("--threshold", type=float, help="Instead of the system's own.")
+@rule_options
 def evaluate(
     data: Sequence[Path],
     load: LoadOptions,
@@ -102,21 +100,21 @@ def evaluate(
     revision: str | None,
     as_json: bool,
     report: Path | None,
-    threshold: float | None,
+    limits: Limits,
 ) -> None:
-    """Measure on labelled passages what a threshold keeps and how a model ranks.
+    """Measure on labelled passages what a rule keeps and how a model ranks.
 
     A line holds one query: `{"id", "query", "documents": [{"id", "text", "relevant", "title"?}]}`.
-    A system without a threshold of its own gets the one with the best F1 over all files, each
-    counted the same.
+    The rule is the model's own. A system without a threshold of its own gets the best rule over all
+    files, each counted the same.
 
-    Empty lists: queries that keep no document. Answers lost: queries that have a relevant document,
-    but keep no relevant one. Kept without an answer: documents kept by a query without a relevant
-    one. AUROC: how well the best score separates lists with a relevant document from lists without
-    one (also lists whose relevant documents were removed). False accepts: share of the lists
-    without a relevant document whose best score reaches the score that at least 90% of the other
-    lists reach. In nDCG@5 and Recall@5, a query without a relevant document counts 0. The last
-    table: other rules, such as the three best, or the first three of the file.
+    Answers lost: queries that have a relevant document, but keep no relevant one. Called relevant
+    without an answer: queries without a relevant document of which a document scores above the
+    threshold. AUROC: how well the best score separates lists with a relevant document from lists
+    without one (also lists whose relevant documents were removed). False accepts: share of the
+    lists without a relevant document whose best score reaches the score that at least 90% of the
+    other lists reach. In nDCG@5 and Recall@5, a query without a relevant document counts 0. The
+    last table: other rules, such as the threshold alone, or the first five of the file.
 
     `rsrank evaluate --data examples/labelled.jsonl --json > metrics.json`
 
@@ -124,24 +122,23 @@ def evaluate(
     """
     # What is missing is an error before the work.
     ranking_measures([])
-    if threshold is not None and not math.isfinite(threshold):
-        raise InputError(f"--threshold {threshold} is no finite number.")
+    Rule(0.0).with_limits(limits)
     if report is not None:
         check_report(report)
     model = list(dict.fromkeys(model))
     for name in model:
         parse(name)
     sets = read_sets(data)
-    measured = [_measure(ModelSource(name, revision, load), sets, threshold) for name in model]
+    measured = [_measure(ModelSource(name, revision, load), sets, limits) for name in model]
     records: list[dict[str, Any]] = []
     for one in measured:
         for title, queries in one.scored.items():
             record = {
                 "model": one.name,
                 "dataset": title,
-                "threshold": one.threshold,
-                **summarise(queries, threshold=one.threshold),
-                "recommendation": recommend(queries, threshold=one.threshold),
+                "rule": asdict(one.rule),
+                **summarise(queries, one.rule),
+                "recommendation": recommend(queries, one.rule),
             }
             records.append(record)
     if as_json:
@@ -151,16 +148,16 @@ def evaluate(
             print_file(title, [one for one in records if one["dataset"] == title])
         for one in measured:
             pooled = [query for queries in one.scored.values() for query in queries]
-            print_rules(one.name, pooled, one.threshold)
-            echo(recommend(pooled, threshold=one.threshold))
+            print_rules(one.name, pooled, one.rule)
+            echo(recommend(pooled, one.rule))
     # Last, so that a full disk does not lose the figures.
     if report is not None:
         write_report(report, measured, sets)
         echo(f"Report: {report / 'index.html'}", err=True)
 
 
-def _measure(source: ModelSource, sets: LabelledSets, threshold: float | None) -> Measured:
-    """A system's scores, and the threshold: as given, its own, or the best over all files."""
+def _measure(source: ModelSource, sets: LabelledSets, limits: Limits) -> Measured:
+    """A system's scores, and its rule: its own with the limits, or the best over all files."""
     name = source.name
     show_waiting(f"Loading {name} ...")
     system = load_reranker(source)
@@ -168,33 +165,45 @@ def _measure(source: ModelSource, sets: LabelledSets, threshold: float | None) -
     scored = {}
     for title, queries in sets.items():
         scored[title] = score_dataset(system, progress(queries, f"{name}, {title}"))
-    origin = "given"
-    if threshold is None:
-        threshold = system.threshold
-        origin = "its own"
-    if threshold is None:
-        threshold = shared_threshold(list(scored.values()))
+    rule = system.native_rule.with_limits(limits)
+    origin = "its own"
+    if rule != system.native_rule:
+        origin = "given"
+    elif rule.threshold is None:
+        rule = shared_rule(list(scored.values()))
         origin = "the best over all files, counted alike; this system has no native threshold"
-        echo(f"{name}: threshold {plain(threshold)} (rounded): {origin}.", err=True)
-    return Measured(name, threshold, origin, scored, reused)
+    echo(f"{name}: {rule}: {origin}.", err=True)
+    return Measured(name, rule, origin, scored, reused)
 
 
-def print_rules(name: str, scored: Sequence[ScoredQuery], threshold: float) -> None:
-    """Print what the threshold and its alternatives keep, over all queries of all sets."""
+def print_rules(name: str, scored: Sequence[ScoredQuery], rule: Rule) -> None:
+    """Print what the rule in use and its alternatives keep, over all queries of all sets."""
+    summary = summarise(scored, rule)
+    answerable = summary["answerable"]
+    unanswerable = summary["queries"] - answerable
     rows = []
-    answerable = sum(any(query.relevant) for query in scored)
-    for rule in rules(Rule(threshold)).values():
-        result = apply_rule(scored, rule)
-        lost = f"{result.left_with_nothing} of {answerable}"
-        rows.append((str(rule), plain(result.f1), lost, plain(result.kept_per_query)))
-    title = f"{name}: the threshold and what could stand instead, over all queries"
-    print_table(title, ("rule", "F1", "answers lost", "kept per query"), rows)
+    for result in summary["rules"].values():
+        cells = [plain(result[key]) for key in ("kept", "recall", "f1")]
+        called_relevant = f"{result['called_relevant']} of {unanswerable}"
+        lost = f"{result['lost']} of {answerable}"
+        rows.append((result["rule"], lost, *cells, called_relevant))
+    title = f"{name}: the rule in use and what could stand instead, over all queries"
+    heading = (
+        "rule",
+        "answers lost",
+        "kept per query",
+        "recall",
+        "F1",
+        "called relevant w/o answer",
+    )
+    print_table(title, heading, rows)
 
 
 def print_file(title: str, records: Sequence[Mapping[str, Any]]) -> None:
     """Print a row for each metric of a file, and a column for each record of `summarise`."""
     names = [record["model"] for record in records]
-    rows = [(name, *[plain(record[key]) for record in records]) for key, name in ROWS.items()]
+    columns = [{**record, **record["rules"]["in_use"]} for record in records]
+    rows = [(name, *[plain(column[key]) for column in columns]) for key, name in ROWS.items()]
     print_table(title, ("", *names), rows)
 
 

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 import click
 from click import echo, option
 
-from ..errors import InputError, TrainingError
+from ..errors import TrainingError
 from ..language_model.options import LoadOptions, ModelSource
-from ..passages.rule import plain
 from .options import (
     PATH,
     command,
@@ -86,75 +85,72 @@ def train(
 @system_option
 @revision_option
 @option(
-    "--precision",
+    "--lost",
     type=click.FloatRange(0, 1),
-    help="Goal: of thresholds with this precision, the one that keeps most.",
+    default=0.1,
+    help="Goal: at most this share of the answers lost.",
 )
 @option(
     "--recall",
     type=click.FloatRange(0, 1),
-    help="Goal: of thresholds with this recall, the one that keeps fewest.",
+    default=0.8,
+    help="Goal: at least this mean recall.",
 )
-@option("--force", is_flag=True, help="Write the artifact even if the goal is not reached.")
+@option("--force", is_flag=True, help="Write the rule even if it may do harm.")
 def tune(
     load: LoadOptions,
     data: Path,
     output: Path,
     model: str,
     revision: str | None,
-    precision: float | None,
-    recall: float | None,
+    lost: float,
+    recall: float,
     force: bool,
 ) -> None:
-    """Write a copy of an artifact with the threshold for the best F1, or for a precision or recall.
+    """Write a copy of an artifact with the best rule for a goal: threshold, gap and fallback.
 
-    `rsrank tune --model mini --data labelled.jsonl --output runs/tuned --precision 0.8`
+    `rsrank tune --model mini --data labelled.jsonl --output runs/tuned --lost 0.05`
 
-    For another system, such as `cross-encoder:NAME`, the output is a file `NAME.json`. That file
-    can be named wherever such a system can be named: it stands for the system with this threshold.
+    Of the rules that reach the goal, the best one keeps the fewest passages. An answer is lost if a
+    query has a relevant passage and no relevant one is kept. For another system, such as
+    `cross-encoder:NAME`, the output is a file `NAME.json`. That file can be named wherever such a
+    system can be named: it stands for the system with this rule.
 
-    Nothing is written if no threshold reaches the goal, or if queries that did not choose the
-    threshold miss the goal: F1 is lower and the threshold would change, or precision or recall is
-    missed beyond chance, or missed at all if fewer than 10 queries count.
+    Nothing is written if, on queries that did not choose the rule, nothing is better beyond chance,
+    answers are lost beyond chance, or more are lost than the goal allows and than so far.
     """
-    from ..training.tune import Goal, tune
+    from ..evaluation.best_rule import Goal
+    from ..training.tune import tune
 
-    source = ModelSource(model, revision, load)
-    if precision is not None and recall is not None:
-        raise InputError("Give --precision or --recall, not both.")
-    goal = Goal()
-    if recall is not None:
-        goal = Goal("recall", recall)
-    elif precision is not None:
-        goal = Goal("precision", precision)
     show_waiting(f"Scoring {data} ...")
-    tuned = tune(source, data, output, goal, force=force, show=show_tuned)
+    source = ModelSource(model, revision, load)
+    tuned = tune(source, data, output, Goal(lost, recall), force=force, show=show_tuned)
     if tuned.problem and not force:
         raise TrainingError(f"Nothing was written: {tuned.problem}. --force writes it.")
-    echo(f"written: threshold {plain(tuned.threshold)}, in {output}")
+    echo(f"written: {tuned.rule}, in {output}")
 
 
 def show_tuned(tuned: Tuned) -> None:
-    """Print a threshold, and what it changes."""
+    """Print a rule, and what it changes."""
     echo(tuned.summary)
-    if tuned.is_new:
-        show_verdict(tuned.verdict, ("so far", "tuned"))
-        echo(f"what changes on queries that were left out (the goal decides): {tuned.verdict}")
+    show_verdict(tuned.verdict, ("so far", "tuned"))
+    echo(f"what changes on queries that were left out: {tuned.verdict}")
 
 
 def show_verdict(verdict: Verdict, names: tuple[str, str]) -> None:
     """Print the means of both sides and their differences, with intervals."""
-    from ..training.verdict import MEASURES
+    from ..training.verdict import MEASURES, RULE_MEASURES
 
     title = (
         f"Measured on queries that were left out: {verdict.queries}. Precision counts those that "
-        "keep something, recall those with an answer. With 95% intervals, if 10 or more count "
-        "and not all agree."
+        "keep something, recall and answers lost those with an answer. With 95% intervals, if 10 "
+        "or more count and not all agree."
     )
     columns = (verdict.before, verdict.after, verdict.difference)
     rows = [
         (words, *[str(column.get(name, "-")) for column in columns])
-        for name, words in MEASURES.items()
+        for name, words in (MEASURES | RULE_MEASURES).items()
+        if name in verdict.after
     ]
     print_table(title, ("", *names, "difference"), rows)
 

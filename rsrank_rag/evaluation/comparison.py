@@ -1,23 +1,28 @@
 """Several systems on several sets in numbers: report.json of ``rsrank evaluate --report``."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, starmap
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from .. import __version__
 from ..passages.rule import Rule
 from .datasets import LabelledQuery, LabelledSets
-from .metrics import ScoredQuery, best_threshold, ranking_measures, selection_measures
-from .statistics import LEVEL, RESAMPLES, Estimate, Record, estimate_mean
+from .metrics import ScoredQuery, ranking_measures, selection_measures
+from .statistics import LEVEL, RESAMPLES, Array, Estimate, Record, estimate_mean
 
-# What is measured of each query and in the mean, and its heading.
+# What is measured of each query and in the mean, and its heading. The last four are measures of the
+# rule in use; recall and answers lost are those of the answerable queries alone.
 METRICS = {
     "ndcg@5": "nDCG@5",
     "recall@5": "Recall@5",
-    "f1@tau": "F1 at the threshold",
-    "f1@best": "F1 at the set's best threshold",
+    "lost": "answers lost",
+    "kept": "kept per query",
+    "recall": "recall",
+    "f1": "F1",
 }
 
 
@@ -30,10 +35,12 @@ class QueryLabels(Record):
 
 
 class QueryResult(Record):
-    """One system on one query; queries and scores are in the order of the labels."""
+    """One system on one query; queries and scores are in the order of the labels.
+
+    A metric that means nothing for the query is left out, here and in means.
+    """
 
     scores: tuple[float, ...]
-    kept: int
     metrics: dict[str, float]
 
 
@@ -41,21 +48,20 @@ class SetResult(Record):
     """One system on one set."""
 
     metrics: dict[str, Estimate]
-    tau_best: float  # the threshold with the highest mean F1
     queries: tuple[QueryResult, ...]
 
     def values(self, metric: str) -> list[float]:
-        """One metric of every query."""
-        return [query.metrics[metric] for query in self.queries]
+        """One metric of every query, NaN for a query without one."""
+        return [query.metrics.get(metric, math.nan) for query in self.queries]
 
 
 class SystemResult(Record):
     """One system on all sets; means count each set the same."""
 
     name: str
-    threshold: float  # the threshold in use, in the system's own units
-    threshold_origin: str  # such as "native"
-    # Sets whose labels may have trained the system or chosen its threshold.
+    rule: str  # the rule in use, in words
+    origin: str  # of the rule, such as "native"
+    # Sets whose labels may have trained the system or chosen its rule.
     reused: tuple[str, ...] = ()
     metrics: dict[str, Estimate]
     sets: dict[str, SetResult]
@@ -86,8 +92,8 @@ class Measured:
     """A system's scores."""
 
     name: str
-    threshold: float
-    origin: str  # of the threshold, such as "native"
+    rule: Rule
+    origin: str  # of the rule, such as "native"
     scored: Mapping[str, Sequence[ScoredQuery]]  # set -> scored queries, in the order of the set
     reused: Sequence[str] = ()  # see `SystemResult`
 
@@ -122,48 +128,46 @@ def _labels(query: LabelledQuery) -> QueryLabels:
 def _system(system: Measured) -> SystemResult:
     sets = {}
     for name, queries in system.scored.items():
-        tau_best, _ = best_threshold(queries)
-        at_threshold = selection_measures(queries, Rule(system.threshold))
-        values = {
-            **ranking_measures(queries),
-            "f1@tau": at_threshold["f1"],
-            "f1@best": selection_measures(queries, Rule(tau_best))["f1"],
-        }
+        values = {**ranking_measures(queries), **selection_measures(queries, system.rule)}
         rows = []
         for number, query in enumerate(queries):
-            row = QueryResult(
-                scores=tuple(query.scores),
-                kept=int(at_threshold["kept"][number]),
-                metrics={metric: values[metric][number] for metric in METRICS},
-            )
-            rows.append(row)
-        sets[name] = SetResult(
-            metrics={metric: estimate_mean(values[metric]) for metric in METRICS},
-            tau_best=tau_best,
-            queries=tuple(rows),
-        )
-    metrics = {}
-    for metric in METRICS:
-        metrics[metric] = estimate_mean(*[result.values(metric) for result in sets.values()])
+            metrics = {}
+            for metric in METRICS:
+                value = values[metric][number].item()
+                if not math.isnan(value):
+                    metrics[metric] = value
+            rows.append(QueryResult(scores=tuple(query.scores), metrics=metrics))
+        estimates = _estimates({metric: [values[metric]] for metric in METRICS})
+        sets[name] = SetResult(metrics=estimates, queries=tuple(rows))
+    samples = {metric: [one.values(metric) for one in sets.values()] for metric in METRICS}
     return SystemResult(
         name=system.name,
-        threshold=system.threshold,
-        threshold_origin=system.origin,
+        rule=str(system.rule),
+        origin=system.origin,
         reused=tuple(system.reused),
-        metrics=metrics,
+        metrics=_estimates(samples),
         sets=sets,
     )
 
 
 def _difference(first: SystemResult, second: SystemResult) -> Difference:
-    sets: dict[str, dict[str, Estimate]] = {name: {} for name in first.sets}
-    means = {}
-    for metric in METRICS:
-        by_set = []
-        for name, estimates in sets.items():
+    sets = {}
+    samples: dict[str, list[Array]] = {metric: [] for metric in METRICS}
+    for name in first.sets:
+        changes = {}
+        for metric in METRICS:
             values = first.sets[name].values(metric)
-            differences = np.subtract(values, second.sets[name].values(metric))
-            estimates[metric] = estimate_mean(differences)
-            by_set.append(differences)
-        means[metric] = estimate_mean(*by_set)
-    return Difference(first=first.name, second=second.name, sets=sets, mean=means)
+            changes[metric] = [np.subtract(values, second.sets[name].values(metric))]
+            samples[metric] += changes[metric]
+        sets[name] = _estimates(changes)
+    return Difference(first=first.name, second=second.name, sets=sets, mean=_estimates(samples))
+
+
+def _estimates(samples: Mapping[str, Sequence[ArrayLike]]) -> dict[str, Estimate]:
+    """The mean of each metric over sets in which a query has one; without such a set, none."""
+    estimates = {}
+    for metric, by_set in samples.items():
+        present = [values for values in by_set if not np.isnan(values).all()]
+        if present:
+            estimates[metric] = estimate_mean(*present)
+    return estimates

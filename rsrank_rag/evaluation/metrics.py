@@ -15,8 +15,8 @@ from typing import NamedTuple
 import numpy as np
 
 from ..errors import InputError, finite, required
-from ..passages.rule import BLANK_SCORE, Rule, best_first
-from .statistics import ROUNDING, Array, mean_present
+from ..passages.rule import Rule, best_first
+from .statistics import Array, mean_present
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +65,13 @@ class FirstOfList:
 def rules(native: Rule) -> dict[str, Rule | FirstOfList]:
     """The rule in use, and what somebody would use instead, by their names in summaries.
 
-    ``rule``: the rule in use. ``tau``: its threshold alone, which is the paper's rule. ``top1``,
-    ``top3`` and ``top5``: the best ones, whatever they score. ``first1``, ``first3`` and
+    ``in_use``: the rule in use. ``threshold``: its threshold alone, which is the paper's rule.
+    ``top1``, ``top3`` and ``top5``: the best ones, whatever they score. ``first1``, ``first3`` and
     ``first5``: the first ones of the file, without the scores.
     """
     return {
-        "rule": native,
-        "tau": Rule(native.threshold),
+        "in_use": native,
+        "threshold": Rule(native.threshold),
         "top1": Rule(top_n=1),
         "top3": Rule(top_n=3),
         "top5": Rule(top_n=5),
@@ -86,146 +86,58 @@ def selection_measures(
 ) -> dict[str, Array]:
     """Measures of what a rule keeps of each query, (queries,); NaN where one means nothing.
 
-    ``kept``: number of documents. ``precision``, NaN if nothing is kept. ``recall`` and
-    ``left_with_nothing`` (1 if nothing relevant is kept), NaN if nothing is relevant. ``f1``.
+    ``kept``: number of documents. ``precision``, NaN if nothing is kept. ``f1``. Of an answerable
+    query, which is one with a relevant document: ``recall``, and ``lost``, 1 if no relevant
+    document is kept. Of an unanswerable one: ``called_relevant``, 1 if a document is kept and not
+    only by the fallback.
     """
-    counts = np.zeros((len(queries), 4))
+    counts = np.zeros((len(queries), 5))
     for row, query in zip(counts, queries, strict=True):
         places = rule.select(query.scores)
         relevant_kept = sum(query.relevant[place] for place in places)
-        row[:] = len(places), relevant_kept, sum(query.relevant), len(query.scores)
-    kept, hits, relevant, documents = counts.T
-    return {"kept": kept, **_measures(kept, hits, relevant, documents)}
-
-
-def _measures(kept: Array, hits: Array, relevant: Array, documents: Array) -> dict[str, Array]:
-    """Measures of numbers of documents: kept, kept and relevant, relevant, and all."""
+        is_weak = isinstance(rule, Rule) and rule.bar(query.scores).weak
+        row[:] = len(places), relevant_kept, sum(query.relevant), len(query.scores), is_weak
+    kept, hits, relevant, documents, weak = counts.T
     with np.errstate(invalid="ignore"):
         f1 = np.nan_to_num(2 * hits / (kept + relevant), nan=1.0)
         return {
+            "kept": kept,
             "precision": hits / kept,
             "recall": hits / relevant,
             "f1": np.where(documents == 0, 0.0, f1),
-            "left_with_nothing": np.where(relevant > 0, hits == 0, np.nan),
+            "lost": np.where(relevant > 0, hits == 0, np.nan),
+            "called_relevant": np.where(relevant > 0, np.nan, (kept > 0) & (weak == 0)),
         }
 
 
 class RuleResult(NamedTuple):
-    """What a rule does to several queries."""
+    """What a rule does to several queries. Means are None if they mean nothing for all queries."""
 
+    lost: int  # answerable queries of which nothing relevant is kept
+    kept: float  # mean number of documents
+    recall: float | None  # mean over the answerable queries
+    precision: float | None  # mean over the queries that keep a document
     f1: float  # mean
-    left_with_nothing: int  # answerable queries of which nothing relevant is kept
-    kept_per_query: float  # mean number of documents
+    called_relevant: int  # unanswerable queries of which a document is above the threshold
+    kept_unanswerable: float | None  # mean number of documents over the unanswerable queries
 
 
 def apply_rule(queries: Sequence[ScoredQuery], rule: Rule | FirstOfList) -> RuleResult:
-    """Mean F1, queries left with nothing, and documents kept of each query."""
+    """What a rule keeps of several queries, at least one."""
     values = selection_measures(queries, rule)
-    lost = int(np.nansum(values["left_with_nothing"]))
-    return RuleResult(float(values["f1"].mean()), lost, float(values["kept"].mean()))
-
-
-class ThresholdSweep:
-    """The mean of one of `selection_measures` at every threshold that makes a difference.
-
-    From one threshold to the next, one document more is kept, so each step changes one query.
-
-    Args:
-        queries: Scored queries.
-        metric: ``precision``, ``recall``, ``f1`` or ``left_with_nothing``.
-    """
-
-    def __init__(self, queries: Sequence[ScoredQuery], metric: str) -> None:
-        start = []
-        documents = []
-        for number, query in enumerate(queries):
-            labels = np.array(query.relevant, dtype=float)[best_first(query.scores)]
-            # Blank documents are last, and no threshold keeps them.
-            scores = [one for one in sorted(query.scores, reverse=True) if one != BLANK_SCORE]
-            count = len(scores)
-            kept = np.arange(count + 1.0)
-            hits = np.append(0.0, labels.cumsum())[: count + 1]
-            values = _measures(kept, hits, labels.sum(), np.array(len(labels)))[metric]
-            # The measure, 0 for none, and whether there is one.
-            columns = np.stack([np.nan_to_num(values), ~np.isnan(values)])
-            start.append(columns[:, 0])
-            documents.append(np.vstack([scores, np.full(count, number), np.diff(columns)]))
-        table = np.hstack(documents)
-        table = table[:, np.argsort(-table[0], kind="stable")]
-        # (2, queries): with nothing kept.
-        self._start = np.transpose(start)
-        # By document, best first: its score, its query's number, and what changes, (2, documents).
-        self._scores = table[0]
-        self._queries = table[1].astype(int)
-        self._changes = table[2:]
-
-    def means(self, weights: Array | None = None) -> tuple[Array, Array]:
-        """All T thresholds that make a difference, (T,), and the mean of the measure at each, (T,).
-
-        The thresholds fall from the highest to the lowest. The first is the highest score, at which
-        nothing is kept. The next ones are halfway between two scores. The last keeps everything: it
-        is below the lowest score by a thousandth of the range of the scores, or by 0.001 if all
-        scores are equal. If all scores are scaled or moved, so are the thresholds. A mean is NaN if
-        the measure means nothing for all queries.
-
-        Args:
-            weights: How often each query counts, (queries,); None for once each. Scores of
-                a query that counts 0 make no threshold.
-        """
-        if weights is None:
-            weights = np.ones(self._start.shape[1])
-        weight = weights[self._queries]
-        scores = self._scores[weight > 0]
-        steps = (self._changes * weight)[:, weight > 0]
-        totals = np.cumsum(np.column_stack([self._start @ weights, steps]), axis=1)
-        # Documents with equal scores are kept together: the last of each counts.
-        last = np.flatnonzero(np.diff(scores, append=-np.inf))
-        scores = scores[last]
-        next_below = np.nextafter(scores, -np.inf)
-        spread = scores[:1] - scores[-1:]
-        next_below[-1:] -= 0.001 * np.where(spread > 0, spread, 1.0)
-        # Halfway between neighbouring numbers there is no other number.
-        between = np.minimum((scores[:-1] + scores[1:]) / 2, next_below[:-1])
-        thresholds = np.concatenate([np.append(scores, 0.0)[:1], between, next_below[-1:]])
-        value, count = totals[:, np.append(0, last + 1)]
-        with np.errstate(invalid="ignore"):
-            return thresholds, value / count
-
-    def reaching(
-        self, value: float = math.inf, weights: Array | None = None, *, lowest: bool = False
-    ) -> tuple[float, float]:
-        """A threshold whose mean reaches a value or, without one, has the highest mean; its mean.
-
-        Of several thresholds it is the highest, or the ``lowest``. NaN, NaN if the measure means
-        nothing for the queries.
-        """
-        thresholds, means = self.means(weights)
-        wanted = min(np.fmax.reduce(means), value)
-        places = np.flatnonzero(means >= wanted - ROUNDING)
-        if not len(places):
-            return math.nan, math.nan
-        place = places[0]
-        if lowest:
-            place = places[-1]
-        return float(thresholds[place]), float(means[place])
-
-
-def best_threshold(
-    queries: Sequence[ScoredQuery], weights: Array | None = None
-) -> tuple[float, float]:
-    """The single threshold with the highest mean F1 over all queries, and the mean F1 there.
-
-    The search is exact. Of several equally good thresholds it is the highest, see `ThresholdSweep`.
-
-    Args:
-        queries: Scored queries.
-        weights: The weight of each query in the mean, (queries,); None weighs all the same.
-
-    >>> first = ScoredQuery([3.0, 1.0], [True, False])
-    >>> best_threshold([first, ScoredQuery([2.0, 0.0], [True, False])])
-    (1.5, 1.0)
-    """
-    return ThresholdSweep(queries, "f1").reaching(weights=weights)
+    unanswerable = np.isnan(values["recall"])
+    means = present_means(
+        {**values, "unanswerable": np.where(unanswerable, values["kept"], np.nan)}
+    )
+    return RuleResult(
+        lost=int(np.nansum(values["lost"])),
+        kept=means["kept"],
+        recall=means.get("recall"),
+        precision=means.get("precision"),
+        f1=means["f1"],
+        called_relevant=int(np.nansum(values["called_relevant"])),
+        kept_unanswerable=means.get("unanswerable"),
+    )
 
 
 def ranking_measures(queries: Sequence[ScoredQuery]) -> dict[str, Array]:

@@ -55,19 +55,21 @@ def png(figure: Figure) -> bytes:
     return file.getvalue()
 
 
-def score_histograms(panels: Mapping[str, tuple[Array, Array]], threshold: float) -> Figure:
+def score_histograms(panels: Mapping[str, tuple[Array, Array]], threshold: float | None) -> Figure:
     """Scores of relevant and of irrelevant documents; each class adds up to 1.
 
     Args:
         panels: By the name of the set: scores of its R relevant documents, (R,), and scores of its
             I irrelevant documents, (I,).
-        threshold: The threshold in use.
+        threshold: The threshold in use; None for none.
 
     Raises:
         MissingDependencyError: matplotlib is not installed.
     """
-    scores = np.concatenate([scores for pair in panels.values() for scores in pair])
-    edges = np.histogram_bin_edges([*scores, threshold], BINS).tolist()
+    scores = [scores for pair in panels.values() for scores in pair]
+    if threshold is not None:
+        scores.append(np.array([threshold]))
+    edges = np.histogram_bin_edges(np.concatenate(scores), BINS).tolist()
     with style():
         figure, grid = panel_grid(panels, 2.2)
         for axes, (name, (relevant, irrelevant)) in zip(grid, panels.items(), strict=True):
@@ -85,7 +87,8 @@ def score_histograms(panels: Mapping[str, tuple[Array, Array]], threshold: float
                     linestyle=linestyle,
                     label=label,
                 )
-            axes.axvline(threshold, color=BLACK, linestyle=":", label="threshold")
+            if threshold is not None:
+                axes.axvline(threshold, color=BLACK, linestyle=":", label="threshold")
             axes.set_title(name, parse_math=False)
         name_axes(figure, "score", "share of the class")
     return figure

@@ -11,13 +11,11 @@ import numpy as np
 
 from ..errors import required
 from ..partial_files import write_text
-from ..passages.rule import Rule, best_first, plain
-from ..reranker import BLANK_SCORE
+from ..passages.rule import BLANK_SCORE, best_first
 from . import plots
 from .comparison import METRICS, Comparison, Measured, QueryResult, compare
 from .datasets import LabelledSets
 from .evaluate import recommend, summarise
-from .metrics import apply_rule, rules
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -66,7 +64,7 @@ def figure_of(system: Measured) -> Figure:
         relevant = np.concatenate([query.relevant for query in queries]).astype(bool)
         shown = scores != BLANK_SCORE
         panels[name] = scores[shown & relevant], scores[shown & ~relevant]
-    return plots.score_histograms(panels, system.threshold)
+    return plots.score_histograms(panels, system.rule.threshold)
 
 
 def page(comparison: Comparison, systems: Sequence[Measured], sets: LabelledSets) -> str:
@@ -83,12 +81,8 @@ def page(comparison: Comparison, systems: Sequence[Measured], sets: LabelledSets
         sets=sets,
         figures=figures,
         text_length=TEXT_LENGTH,
-        apply_rule=apply_rule,
         best_first=best_first,
-        plain=plain,
         recommend=recommend,
-        rule_type=Rule,
-        rules=lambda threshold: rules(Rule(threshold)),
         summarise=summarise,
         worst_queries=worst_queries,
     )
@@ -96,12 +90,12 @@ def page(comparison: Comparison, systems: Sequence[Measured], sets: LabelledSets
 
 
 def worst_queries(queries: Sequence[QueryResult]) -> list[int]:
-    """Numbers of the queries with the lowest F1 at the threshold, if that is below 1.
+    """Numbers of the queries with the lowest F1 by the rule in use, if that is below 1.
 
     Of equal queries the first are taken.
     """
-    rows = sorted(range(len(queries)), key=lambda row: queries[row].metrics["f1@tau"])
-    return [row for row in rows[:WORST] if queries[row].metrics["f1@tau"] < 1]
+    rows = sorted(range(len(queries)), key=lambda row: queries[row].metrics["f1"])
+    return [row for row in rows[:WORST] if queries[row].metrics["f1"] < 1]
 
 
 def template(package: str | None, name: str) -> Any:

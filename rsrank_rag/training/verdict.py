@@ -5,7 +5,7 @@ on one side of zero. Few queries miss most losses.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from ..evaluation.metrics import ScoredQuery, ranking_measures, selection_measures
@@ -14,16 +14,23 @@ from ..passages.rule import Rule
 
 Outcome = Literal["better", "worse", "no difference beyond chance"]
 
-LEFT_WITH_NOTHING = "left_with_nothing"
-
 MEASURES = {
     "ndcg@5": "nDCG@5",
     "precision": "precision",
     "recall": "recall",
     "f1": "F1",
-    LEFT_WITH_NOTHING: "the share of answerable queries with nothing relevant kept",
+    "lost": "the share of answers lost",
 }
-"""What a verdict looks at, and the words for it."""
+"""What a verdict on weights looks at, and the words for it."""
+
+RULE_MEASURES = {
+    "lost": MEASURES["lost"],
+    "kept": "passages kept per query",
+    "recall": MEASURES["recall"],
+}
+"""What a verdict on rules looks at."""
+
+LESS_IS_BETTER = ("lost", "kept")
 
 # Fewer queries cannot rule out a loss. Of 20 draws of 20 queries in which nothing was lost beyond
 # chance, all 20 lost something on other queries (docs/few-queries.json). Nothing was measured
@@ -35,9 +42,9 @@ class Verdict(Record):
     """Two selections of the same queries.
 
     Each mean is taken over the queries for which its measure means something: precision over those
-    that keep a document, recall and "left with nothing" over those with a relevant document. With
-    few such queries, it has no interval (see `bootstrap`). A measure that means nothing for all
-    queries of a selection is left out there.
+    that keep a document, recall and lost answers over those with a relevant document. With few such
+    queries, it has no interval (see `bootstrap`). A measure that means nothing for all queries of a
+    selection is left out there.
     """
 
     queries: int
@@ -85,13 +92,14 @@ class Verdict(Record):
 
     def __str__(self) -> str:
         """Every measure that changed beyond chance, losses first, or that none did."""
+        words = MEASURES | RULE_MEASURES
         text = ""
         for word, names in (
             ("worse", self.losses),
             ("better", self.gains),
             (f"fewer than {FEWEST} queries cannot judge", self.unjudged),
         ):
-            changes = [f"{MEASURES[name]} changes by {self.difference[name]}" for name in names]
+            changes = [f"{words[name]} changes by {self.difference[name]}" for name in names]
             if changes:
                 text += f"; {word}: {', '.join(changes)}"
         if self.outcome not in text:
@@ -103,26 +111,26 @@ class Verdict(Record):
         change = self.difference[name]
         if change.low is None or change.high is None:
             return -math.inf, math.inf
-        if name == LEFT_WITH_NOTHING:
+        if name in LESS_IS_BETTER:
             return -change.high, -change.low
         return change.low, change.high
 
 
-def judge(
-    before: Sequence[ScoredQuery],
-    after: Sequence[ScoredQuery],
-    thresholds: tuple[float | None, float | None] = (0.0, 0.0),
-) -> Verdict:
-    """Compare two scorings of the same queries, each with its threshold (None keeps everything).
+def judge(before: Sequence[ScoredQuery], after: Sequence[ScoredQuery]) -> Verdict:
+    """Compare two scorings of the same queries, with zero as the threshold.
 
     Needs ir-measures (the ``eval`` extra).
     """
-    first = measure(before, thresholds[0])
-    second = measure(after, thresholds[1])
-    verdict = Verdict(queries=len(before), before={}, after={}, difference={})
-    for name in MEASURES:
-        base = bootstrap(first[name])
-        other = bootstrap(second[name])
+    return verdict_on(measure(before, 0.0), measure(after, 0.0))
+
+
+def verdict_on(before: Mapping[str, Array], after: Mapping[str, Array]) -> Verdict:
+    """Compare two selections by the measures of each query, (queries,) each."""
+    count = len(next(iter(before.values())))
+    verdict = Verdict(queries=count, before={}, after={}, difference={})
+    for name in before:
+        base = bootstrap(before[name])
+        other = bootstrap(after[name])
         means = {"before": base, "after": other, "difference": other - base}
         for side, drawn in means.items():
             if not math.isnan(drawn[0]):
