@@ -17,9 +17,9 @@ REAL = "realdocs.passage"
 """The set whose queries are cut by the source of their documents."""
 SOURCES = 9
 """How many sources validate; as in `research/mini/typed.py`."""
-TYPED = {"everyday.passage": 240, REAL: 240}
+TYPED = {"everyday.passage": 200, REAL: 200}
 """Sets of questions as people type them, and how many queries validate at most."""
-PUBLIC = 60
+PUBLIC = 30
 """How many queries of each other set validate."""
 
 

@@ -1,6 +1,7 @@
 """A measure that tests of several folders share."""
 
-from rsrank_rag.evaluation.metrics import Rule, selection_measures
+from rsrank_rag.evaluation.metrics import selection_measures
+from rsrank_rag.passages.rule import Rule
 
 
 def f1_at(query, threshold):

@@ -135,7 +135,7 @@ class _Grid:
         # A score has to be above a threshold, not at it.
         levels = self._rounded(np.append(levels, present.min())) - 10.0**-self._decimals
         self.thresholds = self._ascending(levels)[::-1]
-        distances = (self.best[:, None] - self._scores)[reached]
+        distances = self.best[reached.nonzero()[0]] - self._scores[reached]
         self.gaps = self._ascending(
             -self._rounded(-np.quantile(distances, np.linspace(0, 1, GAPS)))
         )

@@ -4,12 +4,9 @@ import gzip
 import json
 import math
 import sys
-from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from measures import f1_at
 
 from rsrank_rag.errors import InputError, MissingDependencyError, ScoringError
@@ -18,35 +15,22 @@ from rsrank_rag.evaluation.datasets import LabelledDocument, read_labelled
 from rsrank_rag.evaluation.evaluate import (
     recommend,
     score_dataset,
-    shared_threshold,
     summarise,
 )
 from rsrank_rag.evaluation.metrics import (
-    Rule,
+    FirstOfList,
     ScoredQuery,
-    ThresholdSweep,
     apply_rule,
-    best_first,
-    best_threshold,
-    present_means,
     ranking_measures,
     rules,
     selection_measures,
 )
 from rsrank_rag.evaluation.systems.bm25 import BM25
-from rsrank_rag.reranker import BLANK_SCORE, Reranker
+from rsrank_rag.passages.rule import BLANK_SCORE, Fallback, Rule, best_first
+from rsrank_rag.reranker import Reranker
 
 # scores, best first: 3+ 2- 1+ 0-   (+ relevant)
 MIXED = ScoredQuery([0.0, 3.0, 1.0, 2.0], [False, True, True, False])
-
-documents = st.lists(
-    st.tuples(st.integers(-3, 3).map(float), st.booleans()), min_size=1, max_size=6
-)
-query_lists = st.lists(
-    documents.map(lambda rows: ScoredQuery([s for s, _ in rows], [r for _, r in rows])),
-    min_size=1,
-    max_size=4,
-)
 
 
 @pytest.mark.parametrize(
@@ -66,63 +50,12 @@ def test_f1_at_a_threshold_equals_the_fraction_by_hand(threshold, expected):
 def test_a_query_with_nothing_kept_and_something_relevant_counts_zero():
     sure = ScoredQuery([1.0], [True])
     missed = ScoredQuery([-1.0], [True])
-    assert summarise([sure, missed])["f1@tau"] == pytest.approx(1 / 2)
+    assert apply_rule([sure, missed], Rule(0.0)).f1 == pytest.approx(1 / 2)
 
 
 def test_a_query_without_relevant_documents_is_right_when_nothing_is_kept():
     assert f1_at(ScoredQuery([-1.0], [False]), 0.0) == 1.0
     assert f1_at(ScoredQuery([1.0], [False]), 0.0) == 0.0
-
-
-def test_the_best_threshold_lies_between_the_last_kept_and_the_first_dropped_score():
-    assert best_threshold([MIXED]) == (pytest.approx(0.5), pytest.approx(4 / 5))
-
-
-@settings(max_examples=200, deadline=None)
-@given(query_lists)
-def test_the_best_threshold_equals_an_exhaustive_search(queries):
-    scores = sorted({score for query in queries for score in query.scores})
-    tries = [scores[0] - 1, scores[-1] + 1, *[(a + b) / 2 for a, b in pairwise(scores)]]
-    expected = max(math.fsum(f1_at(query, t) for query in queries) / len(queries) for t in tries)
-    threshold, value = best_threshold(queries)
-    assert value == pytest.approx(expected)
-    assert math.fsum(f1_at(query, threshold) for query in queries) / len(queries) == pytest.approx(
-        expected
-    )
-
-
-@settings(max_examples=100, deadline=None)
-@given(query_lists, st.sampled_from(["precision", "recall", "f1", "left_with_nothing"]), st.data())
-def test_a_sweep_has_the_measures_mean_at_every_threshold_and_weighs_queries(queries, metric, data):
-    counts = st.lists(st.integers(0, 3), min_size=len(queries), max_size=len(queries))
-    weights = data.draw(counts.filter(any))
-    drawn = [query for query, count in zip(queries, weights, strict=True) for _ in range(count)]
-    thresholds, means = ThresholdSweep(queries, metric).means(np.array(weights, dtype=float))
-    scores = sorted({score for query in drawn for score in query.scores})
-    assert thresholds.tolist() == sorted(thresholds, reverse=True)
-    assert len(thresholds) == len(scores) + 1
-    for threshold, mean in zip(thresholds, means, strict=True):
-        values = selection_measures(drawn, Rule(threshold))
-        assert mean == pytest.approx(present_means(values).get(metric, math.nan), nan_ok=True)
-
-
-@settings(max_examples=100, deadline=None)
-@given(query_lists)
-def test_no_query_does_better_than_at_its_own_best_threshold(queries):
-    threshold, _ = best_threshold(queries)
-    for query in queries:
-        assert best_threshold([query])[1] >= f1_at(query, threshold) - 1e-12
-
-
-def test_the_best_threshold_moves_with_the_scores_even_where_all_or_nothing_is_best():
-    everything, nothing = (
-        ScoredQuery([0.2, 0.1], [True, True]),
-        ScoredQuery([0.2, 0.1], [False, False]),
-    )
-    assert best_threshold([everything]) == (pytest.approx(0.0999), 1.0)
-    assert f1_at(everything, best_threshold([everything])[0]) == 1.0
-    assert best_threshold([nothing]) == (0.2, 1.0)
-    assert f1_at(nothing, 0.2) == 1.0
 
 
 @pytest.mark.parametrize("score", [math.nan, math.inf, -math.inf])
@@ -131,13 +64,6 @@ def test_a_score_that_is_no_number_never_reaches_a_metric(score):
         ScoredQuery([0.0, score], [True, False])
     with pytest.raises(InputError, match="1 for 2"):
         ScoredQuery([0.0], [True, False])
-
-
-def test_the_shared_threshold_counts_each_set_the_same_whatever_its_size():
-    large = [ScoredQuery([0.0], [False])] * 9 + [ScoredQuery([1.0], [True])]
-    small = [ScoredQuery([5.0, 0.5], [True, True])]
-    # Only a threshold below 0.5 gets the small set right. It drops the large set's 0.0, too.
-    assert 0.0 <= shared_threshold([large, small]) < 0.5
 
 
 def test_ranking_metrics_equal_the_published_formulas():
@@ -159,7 +85,7 @@ def test_equal_scores_rank_by_input_order():
 
 def test_every_query_counts_in_the_mean_of_the_ranking_metrics():
     found, lost = ScoredQuery([1.0], [True]), ScoredQuery([1.0], [False])
-    assert summarise([found, lost])["ndcg@5"] == pytest.approx(1 / 2)
+    assert summarise([found, lost], Rule(0.0))["ndcg@5"] == pytest.approx(1 / 2)
 
 
 def test_the_mean_of_the_ranking_measures_is_over_its_queries_values():
@@ -167,7 +93,7 @@ def test_the_mean_of_the_ranking_measures_is_over_its_queries_values():
     values = ranking_measures(queries)
     assert values["recall@5"].tolist() == [1.0, 0.0, 1.0]
     assert values["ndcg@5"][2] == pytest.approx(1 / math.log2(3))
-    assert summarise(queries)["ndcg@5"] == pytest.approx(math.fsum(values["ndcg@5"]) / 3)
+    assert summarise(queries, Rule(0.0))["ndcg@5"] == pytest.approx(math.fsum(values["ndcg@5"]) / 3)
 
 
 def test_missing_ir_measures_is_an_error_with_the_pip_command(monkeypatch):
@@ -308,35 +234,41 @@ def test_bm25_scores_zero_where_nothing_is_shared_or_there_are_no_words():
     assert BM25().score("moon", []) == []
 
 
-def test_a_summary_says_what_is_kept_what_is_empty_and_what_is_kept_in_error():
-    found = summarise(
+def test_a_rule_on_several_queries_says_what_is_kept_what_is_lost_and_what_is_kept_in_error():
+    found = apply_rule(
         [
             ScoredQuery([2.0, 1.0, -1.0], [True, False, True]),  # precision 1/2, recall 1/2
             ScoredQuery([-1.0, -2.0], [True, False]),  # empty: no precision, recall and F1 0
             ScoredQuery([1.0, 2.0, -3.0], [False, False, False]),  # no answer, two kept in error
             ScoredQuery([-1.0], [False]),  # no answer, and none given: F1 1
-        ]
+        ],
+        Rule(0.0),
     )
-    assert found["precision@tau"] == pytest.approx((1 / 2 + 0) / 2)
-    assert found["recall@tau"] == pytest.approx((1 / 2 + 0) / 2)
-    assert found["f1@tau"] == pytest.approx((1 / 2 + 1) / 4)
-    assert (found["kept_per_query"], found["empty"], found["answerable"]) == (1.0, 0.5, 2)
-    assert found["false_keeps"] == 1.0
-
-
-def test_where_every_query_has_an_answer_nothing_can_be_kept_in_error():
-    assert summarise([ScoredQuery([1.0], [True])])["false_keeps"] is None
+    assert found.precision == pytest.approx((1 / 2 + 0) / 2)
+    assert found.recall == pytest.approx((1 / 2 + 0) / 2)
+    assert found.f1 == pytest.approx((1 / 2 + 1) / 4)
+    assert (found.kept, found.lost, found.called_relevant) == (1.0, 1, 1)
+    assert found.kept_unanswerable == 1.0
 
 
 def test_what_means_nothing_for_any_query_has_no_value():
-    found = summarise([ScoredQuery([-1.0], [False])])
-    assert (found["precision@tau"], found["recall@tau"], found["f1@tau"]) == (None, None, 1.0)
+    found = apply_rule([ScoredQuery([-1.0], [False])], Rule(0.0))
+    assert (found.precision, found.recall, found.f1) == (None, None, 1.0)
+    assert apply_rule([ScoredQuery([1.0], [True])], Rule(0.0)).kept_unanswerable is None
 
 
 def test_a_query_without_documents_counts_nothing():
-    found = summarise([ScoredQuery([], []), ScoredQuery([1.0, -1.0], [True, False])])
-    assert (found["f1@tau"], found["f1@best"]) == (0.5, 0.5)
-    assert (found["precision@tau"], found["recall@tau"]) == (1.0, 1.0)
+    queries = [ScoredQuery([], []), ScoredQuery([1.0, -1.0], [True, False])]
+    found = apply_rule(queries, Rule(0.0))
+    assert (found.f1, found.precision, found.recall) == (0.5, 1.0, 1.0)
+
+
+def test_what_the_fallback_keeps_of_an_unanswerable_query_is_not_called_relevant():
+    queries = [ScoredQuery([-1.0, -5.0], [False, False]), ScoredQuery([1.0], [False])]
+    fallback = Rule(0.0, fallback=Fallback(max_gap=1.0, max_depth=2.0))
+    for rule, kept, called_relevant in ((fallback, 1.0, 1), (Rule(top_n=1), 1.0, 2)):
+        result = apply_rule(queries, rule)
+        assert (result.kept_unanswerable, result.called_relevant) == (kept, called_relevant)
 
 
 # Input order:  -   +   -   +   with one score above zero, which is irrelevant.
@@ -345,85 +277,59 @@ NO_ANSWER = ScoredQuery([0.5, -0.5], [False, False])
 
 
 @pytest.mark.parametrize(
-    ("rule", "kept", "f1", "left_with_nothing"),
+    ("rule", "kept", "f1", "lost"),
     [
         (Rule(0.0), [0], 0.0, True),
         (Rule(2.0), [], 0.0, True),
-        (Rule(2.0, min_docs=2), [0, 1], 2 * 1 / (2 + 2), False),
-        (Rule(-9.0, top_n=3, min_docs=1), [0, 1, 3], 2 * 2 / (3 + 2), False),
+        (Rule(2.0, fallback=Fallback(2.0, 4.0)), [0, 1], 2 * 1 / (2 + 2), False),
+        (Rule(-9.0, max_gap=3.0), [0, 1, 3], 2 * 2 / (3 + 2), False),
         (Rule(top_n=1), [0], 0.0, True),
         (Rule(top_n=3), [0, 1, 3], 2 * 2 / (3 + 2), False),
-        (Rule(top_n=5), [0, 1, 3, 2], 2 * 2 / (4 + 2), False),
-        (Rule(top_n=3, by_score=False), [0, 1, 2], 2 * 1 / (3 + 2), False),
+        (FirstOfList(3), [0, 1, 2], 2 * 1 / (3 + 2), False),
     ],
 )
-def test_a_rule_keeps_what_rank_would_keep_with_the_same_arguments(
-    rule, kept, f1, left_with_nothing
-):
+def test_a_rule_keeps_what_rank_would_keep_with_the_same_arguments(rule, kept, f1, lost):
     assert rule.select(BELOW.scores) == kept
     values = selection_measures([BELOW], rule)
     assert values["f1"].item() == f1
     assert values["kept"].item() == len(kept)
-    assert values["left_with_nothing"].item() == left_with_nothing
+    assert values["lost"].item() == lost
 
 
-class Listed(Reranker):
-    """Gives the scores of `BELOW`."""
-
-    threshold = 0.0
-
-    def score(self, query, documents):
-        return list(BELOW.scores)
-
-
-@pytest.mark.parametrize("name", [name for name, rule in rules(0.0).items() if rule.by_score])
-def test_the_rules_of_an_evaluation_are_those_of_rank(name):
-    rule = rules(0.0)[name]
-    result = Listed().rank(
-        "q",
-        ["a", "b", "c", "d"],
-        threshold=rule.threshold,
-        top_n=rule.top_n,
-        min_docs=rule.min_docs,
-    )
-    assert [document.index for document in result] == rule.select(BELOW.scores)
-
-
-def test_a_query_without_an_answer_is_never_left_with_nothing():
+def test_a_query_without_an_answer_is_never_lost():
     values = selection_measures([NO_ANSWER, ScoredQuery([], [])], Rule(0.0))
-    assert np.isnan(values["left_with_nothing"]).all()
-    assert apply_rule([NO_ANSWER], Rule(0.0)).left_with_nothing == 0
+    assert np.isnan(values["lost"]).all()
 
 
-def test_a_rule_on_several_queries_gives_means_and_counts_lost_answers():
-    result = apply_rule([MIXED, BELOW, NO_ANSWER], Rule(top_n=1))
+def test_a_summary_has_the_same_measures_for_the_rule_in_use_and_for_others():
+    native = Rule(0.0, max_gap=0.5)
+    summary = summarise([MIXED, BELOW, NO_ANSWER], native)
+    assert (summary["queries"], summary["answerable"]) == (3, 2)
+    found = summary["rules"]
+    assert list(found) == list(rules(native))
+    assert found["in_use"]["rule"] == "zero and within 0.5 of the best"
+    assert (found["in_use"]["kept"], found["threshold"]["kept"]) == (1.0, pytest.approx(5 / 3))
     # MIXED keeps its relevant best: F1 = 2 * 1 / (1 + 2). The others keep an irrelevant one.
-    assert result == (pytest.approx(2 / 9), 1, 1.0)
-
-
-def test_a_summary_has_the_alternatives_to_the_threshold():
-    summary = summarise([MIXED, BELOW, NO_ANSWER])
-    assert (summary["answerable"], summary["left_with_nothing"]) == (2, 1)
-    assert summary["kept_per_query"] == pytest.approx((3 + 1 + 1) / 3)
-    assert summary["top1_f1"] == pytest.approx(2 / 9)
-    assert summary["top3_left_with_nothing"] == summary["first3_left_with_nothing"] == 0
+    assert found["top1"]["f1"] == pytest.approx(2 / 9)
     # The first of the file is irrelevant in each.
-    assert (summary["first1_left_with_nothing"], summary["first1_f1"]) == (2, 0.0)
-    assert summary["top5_kept_per_query"] == pytest.approx((4 + 4 + 2) / 3)
+    assert [found[name]["lost"] for name in ("first1", "first3", "top3")] == [2, 0, 0]
+    assert found["top5"]["kept"] == pytest.approx((4 + 4 + 2) / 3)
 
 
-def test_the_recommendation_names_the_rule_that_loses_fewest_answers_and_what_zero_loses():
-    # Each relevant document is the best of ten. In six of fourteen queries it scores below zero.
+def test_the_recommendation_names_a_rule_and_what_the_first_five_of_the_file_lose():
+    # Each relevant document is the best of ten, and the last of the file. In six of fourteen
+    # queries it scores below zero.
     queries = [
         ScoredQuery([place - 8.5 - 9.0 * (number < 6) for place in range(10)], [False] * 9 + [True])
         for number in range(14)
     ]
-    assert recommend(queries) == (
-        "On these queries zero with min_docs=1 loses 0 of 14 answers and keeps 1.00 passages a "
-        "query, with F1 1.000; zero loses 6 and keeps 0.57, with F1 0.571. Recommended: zero with "
-        "min_docs=1. Of the rules by score that lose at most 10% of the answers, none has a better "
-        "F1. It may lose more answers to other queries: 0 of 14 does not prove that at most 10% "
-        "are lost."
+    native = Rule(0.0, fallback=Fallback(max_gap=0.5, max_depth=10.0))
+    assert recommend(queries, native) == (
+        "On these queries this rule loses 0 of 14 answers and keeps 1.00 passages a query, with "
+        "F1 1.000: zero, else within 0.5 of the best and above -10. The first five in the file's "
+        "order lose 14 and keep 5.00, with F1 0.000. Of the rules by score that lose at most 10% "
+        "of the answers, none has a better F1. The rule may lose more answers to other queries: "
+        "0 of 14 does not prove that at most 10% are lost."
     )
 
 
@@ -436,39 +342,31 @@ def test_a_recommendation_says_if_the_rule_may_lose_more_on_other_queries(lost, 
     kept = ScoredQuery([1.0, -1.0], [True, False])
     # A rule with more documents would keep the relevant one, but has a worse F1.
     below = ScoredQuery([5.0, *[-2.0] * 8, -3.0], [False] * 9 + [True])
-    advice = recommend([kept] * (answers - lost) + [below] * lost)
-    assert f"On these queries zero loses {lost} of {answers} answers" in advice
+    advice = recommend([kept] * (answers - lost) + [below] * lost, Rule(0.0))
+    assert f"On these queries this rule loses {lost} of {answers} answers" in advice
     assert ("does not prove" in advice) is not is_proof
 
 
 def test_where_every_rule_loses_many_answers_the_recommendation_says_so():
     # The relevant document is the last of ten.
     worst = ScoredQuery([4.5 - place for place in range(10)], [False] * 9 + [True])
-    assert recommend([worst] * 29).endswith(
-        "Recommended: zero. Of the rules by score that lose fewest answers (every one loses more "
-        "than 10%), none has a better F1."
-    )
-
-
-def test_the_recommendation_is_zero_where_it_loses_few_answers_and_has_the_best_f1():
-    queries = [ScoredQuery([1.0, -1.0, -2.0], [True, False, False])] * 9
-    queries.append(ScoredQuery([-1.0, -2.0, -3.0], [False, False, True]))
-    assert recommend([*queries, NO_ANSWER]).startswith(
-        "On these queries zero loses 1 of 10 answers and keeps 0.91 passages a query, with F1 "
-        "0.818; top 5 above zero with min_docs=1 loses 1"
+    assert recommend([worst] * 29, Rule(0.0)).endswith(
+        "Of the rules by score that lose fewest answers (every one loses more than 10%), none has "
+        "a better F1."
     )
 
 
 def test_the_recommendation_says_where_the_order_of_the_file_decided():
     words = "equal scores were taken in the file's order"
-    assert words not in recommend([ScoredQuery([1.0, -1.0], [True, False])] * 3)
+    zero = Rule(0.0)
+    assert words not in recommend([ScoredQuery([1.0, -1.0], [True, False])] * 3, zero)
     # The order of documents with equal scores and equal labels changes nothing.
-    assert words not in recommend([ScoredQuery([1.0, 1.0, -1.0], [True, True, False])] * 3)
-    assert words in recommend([ScoredQuery([1.0, 1.0], [True, False])] * 3)
+    assert words not in recommend([ScoredQuery([1.0, 1.0, -1.0], [True, True, False])] * 3, zero)
+    assert words in recommend([ScoredQuery([1.0, 1.0], [True, False])] * 3, zero)
 
 
 def test_where_no_query_has_an_answer_nothing_is_recommended():
-    assert "no rule is advised" in recommend([NO_ANSWER])
+    assert "no rule is advised" in recommend([NO_ANSWER], Rule(0.0))
 
 
 @pytest.mark.parametrize(
@@ -485,7 +383,6 @@ def test_a_file_of_other_bytes_is_an_error_that_names_it(name, content, tmp_path
 def test_blank_documents_rank_last_for_a_reranker_with_lower_scores_too():
     scores = [BLANK_SCORE, -20_000.0, -30_000.0]
     assert best_first(scores) == [1, 2, 0]
-    assert Rule(-25_000.0, min_docs=1).select(scores) == [1]
+    assert Rule(-25_000.0).select(scores) == [1]
     query = ScoredQuery(scores, [False, True, False])
     assert ranking_measures([query])["ndcg@5"].tolist() == [1.0]
-    assert best_threshold([query]) == (-25_000.0, 1.0)

@@ -15,7 +15,8 @@ from rsrank_rag.evaluation import report
 from rsrank_rag.evaluation.comparison import METRICS, Comparison, Measured, compare
 from rsrank_rag.evaluation.datasets import LabelledDocument, LabelledQuery, read_sets
 from rsrank_rag.evaluation.evaluate import recommend, score_dataset, summarise
-from rsrank_rag.evaluation.metrics import ScoredQuery, rules
+from rsrank_rag.evaluation.metrics import ScoredQuery
+from rsrank_rag.passages.rule import Rule
 
 pytest.importorskip("jinja2")
 pytest.importorskip("matplotlib")
@@ -90,7 +91,7 @@ def measured(name, seed, skill, threshold=0.0):
         ]
         for label, queries in SETS.items()
     }
-    return Measured(name, threshold, "native", scored)
+    return Measured(name, Rule(threshold, max_gap=2.0), "native", scored)
 
 
 SYSTEMS = [measured("good <i>", 2, 1.0), measured("bad", 3, 0.1, threshold=0.5)]
@@ -119,18 +120,30 @@ def html(folder):
 def test_means_equal_those_of_the_plain_evaluation(found):
     for system, result in zip(SYSTEMS, found.systems, strict=True):
         for name, queries in system.scored.items():
-            expected = summarise(queries, threshold=system.threshold)
+            summary = summarise(queries, system.rule)
+            expected = {**summary, **summary["rules"]["in_use"]}
+            expected["lost"] /= summary["answerable"]
             assert {m: result.sets[name].metrics[m].mean for m in METRICS} == pytest.approx(
                 {m: expected[m] for m in METRICS}
             )
-            assert result.sets[name].tau_best == expected["tau_best"]
         for metric in METRICS:
             means = [result.sets[name].metrics[metric].mean for name in SETS]
             assert result.metrics[metric].mean == pytest.approx(sum(means) / 2)
 
 
+def test_a_metric_that_means_nothing_is_left_out_and_shown_as_a_dash():
+    queries = [ScoredQuery([-1.0], [False])] * 2
+    documents = (LabelledDocument(id="d", text="x", relevant=False),)
+    sets = {"s": [LabelledQuery(id=str(n), query="?", documents=documents) for n in range(2)]}
+    systems = [Measured(name, Rule(0.0), "native", {"s": queries}) for name in "xy"]
+    result = compare(systems, sets)
+    assert set(METRICS) - set(result.systems[0].metrics) == {"lost", "recall"}
+    assert set(METRICS) - set(result.differences[0].mean) == {"lost", "recall"}
+    assert '<td class="n">–</td>' in re.sub(r"\s*\n\s*", "", report.page(result, systems, sets))
+
+
 @pytest.mark.parametrize("origin", ["native", "the best over all sets; no native one"])
-def test_the_page_says_where_a_threshold_comes_from(origin):
+def test_the_page_says_where_a_rule_comes_from(origin):
     systems = [replace(SYSTEMS[1], origin=origin)]
     page = report.page(compare(systems, SETS), systems, SETS)
     assert f'<small class="wrap">{origin}</small>' in page
@@ -156,18 +169,15 @@ def test_a_comparison_by_hand():
         for i, label in enumerate([True, False, True])
     )
     queries = [LabelledQuery(id="a", query="?", documents=documents)] * 2
-    # Thresholds: 0 keeps the first document of either query; the best one for both, 1.5, that of
-    # the first query only.
     scored = [
         ScoredQuery([4.0, -1.0, -2.0], [True, False, True]),
         ScoredQuery([-4.0, 1.0, 0.0], [True, False, True]),
     ]
-    (system,) = compare([Measured("x", 0.5, "given", {"s": scored})], {"s": queries}).systems
+    (system,) = compare([Measured("x", Rule(0.5), "given", {"s": scored})], {"s": queries}).systems
     result = system.sets["s"]
-    assert [row.metrics["f1@tau"] for row in result.queries] == pytest.approx([2 / 3, 0.0])
-    assert [row.kept for row in result.queries] == [1, 1]
-    # Everything kept is best: 4/5 for both.
-    assert result.metrics["f1@best"].mean == pytest.approx(4 / 5)
+    assert [row.metrics["f1"] for row in result.queries] == pytest.approx([2 / 3, 0.0])
+    assert [row.metrics["kept"] for row in result.queries] == [1, 1]
+    assert result.metrics["lost"].mean == 0.5
 
 
 def test_the_report_reads_back_as_what_was_measured(folder, found):
@@ -207,17 +217,19 @@ def test_the_page_shows_lost_answers_alternatives_and_advice(html):
     text = " ".join(" ".join(Page(html).text).split())
     for system in SYSTEMS:
         for name, scored in system.scored.items():
-            summary = summarise(scored, threshold=system.threshold)
-            table = text.partition(f"{system.name}, {name}: the threshold and what")[2]
+            summary = summarise(scored, system.rule)
+            unanswerable = summary["queries"] - summary["answerable"]
+            table = text.partition(f"{system.name}, {name}: the rule in use and what")[2]
             rows, _, advice = table.partition("On these queries")
-            for key, rule in rules(system.threshold).items():
-                lost = summary.get(f"{key}_left_with_nothing", summary["left_with_nothing"])
-                f1 = summary.get(f"{key}_f1", summary["f1@tau"])
-                assert f" {rule} {f1:.3f} {lost} of {summary['answerable']} " in rows
+            for one in summary["rules"].values():
+                lost = f"{one['lost']} of {summary['answerable']}"
+                numbers = f"{one['kept']:.2f} {one['recall']:.3f} {one['f1']:.3f}"
+                called_relevant = f"{one['called_relevant']} of {unanswerable}"
+                assert f" {one['rule']} {lost} {numbers} {called_relevant} " in rows
             # The advice and the table before it round alike.
             kept = re.search(r"keeps ([\d.]+) passages", advice)[1]
             assert f" {kept} " in rows
-            assert recommend(scored, threshold=system.threshold) in text
+            assert recommend(scored, system.rule) in text
             assert f"AUROC of the best score: {summary['auroc']:.3f}; false accepts" in advice
     assert text.count("first 3 in the file's order") == 4
 
@@ -244,24 +256,30 @@ def test_the_page_needs_nothing_from_elsewhere(html):
     assert not re.search(r"https?://|url\(|@import", outside)
 
 
-def test_worst_queries_show_the_threshold_between_kept_and_dropped_documents(html):
-    for rows in re.findall(r"<caption>Documents of.*?</table>", html, flags=re.DOTALL):
-        above, line, below = re.split(r'(<tr class="threshold">.*?</tr>)', rows, flags=re.DOTALL)
-        threshold = float(re.search(r"threshold (\S+):", line)[1])
+def test_worst_queries_show_a_line_between_kept_and_dropped_documents(html, found):
+    tables = re.findall(r"<caption>Documents of.*?</table>", html, flags=re.DOTALL)
+    shown = []
+    for rows in tables:
+        above, below = re.split(r'<tr class="threshold">.*?</tr>', rows, flags=re.DOTALL)
         scores = [
-            [float(found) for found in re.findall(r"[+-]\d+\.\d{3}", part)]
+            [float(number) for number in re.findall(r"[+-]\d+\.\d{3}", part)]
             for part in (above, below)
         ]
         assert scores[0] + scores[1] == sorted(scores[0] + scores[1], reverse=True)
-        assert all(score >= threshold for score in scores[0])
-        assert all(score <= threshold for score in scores[1])
+        shown.append(len(scores[0]))
+    kept = []
+    for system in found.systems:
+        for name in SETS:
+            queries = system.sets[name].queries
+            kept += [queries[row].metrics["kept"] for row in report.worst_queries(queries)]
+    assert shown == kept
 
 
 def test_the_worst_queries_are_those_with_the_lowest_f1(found):
     queries = found.systems[1].sets["first.set"].queries
     worst = report.worst_queries(queries)
-    lowest = sorted(query.metrics["f1@tau"] for query in queries)[: report.WORST]
-    assert [queries[row].metrics["f1@tau"] for row in worst] == lowest
+    lowest = sorted(query.metrics["f1"] for query in queries)[: report.WORST]
+    assert [queries[row].metrics["f1"] for row in worst] == lowest
 
 
 def test_perfect_queries_are_not_the_worst():
@@ -275,7 +293,7 @@ def test_perfect_queries_are_not_the_worst():
         ]
         for name, qs in SETS.items()
     }
-    systems = [Measured("x", 0.0, "given", perfect)]
+    systems = [Measured("x", Rule(0.0), "given", perfect)]
     found = compare(systems, SETS)
     assert report.worst_queries(found.systems[0].sets["second"].queries) == []
     assert "every query is selected perfectly" in report.page(found, systems, SETS)
@@ -290,7 +308,7 @@ def test_the_page_has_a_figure_of_each_system_and_nothing_lies_beside_it(folder,
 def test_a_set_of_one_query_has_numbers_without_intervals(tmp_path):
     sets = {"one": made_up(1, 5)}
     scored = {"one": score_dataset(Length(), sets["one"])}
-    found = report.write_report(tmp_path, [Measured("length", 3.0, "given", scored)], sets)
+    found = report.write_report(tmp_path, [Measured("length", Rule(3.0), "given", scored)], sets)
     assert found.systems[0].metrics["ndcg@5"].low is None
     Page((tmp_path / "index.html").read_text(encoding="utf-8"))
 
@@ -305,9 +323,9 @@ def test_the_page_shows_no_interval_without_width(tmp_path):
         for query in sets["one"]
     ]
     found = report.write_report(
-        tmp_path, [Measured("perfect", 0.5, "given", {"one": perfect})], sets
+        tmp_path, [Measured("perfect", Rule(0.5), "given", {"one": perfect})], sets
     )
-    f1 = found.systems[0].metrics["f1@tau"]
+    f1 = found.systems[0].metrics["f1"]
     assert f1.low == f1.high == 1.0
     assert "1.000 to 1.000" not in (tmp_path / "index.html").read_text(encoding="utf-8")
 
@@ -315,7 +333,7 @@ def test_the_page_shows_no_interval_without_width(tmp_path):
 def test_a_document_is_shown_as_it_was_scored_and_cut_where_it_is_long():
     document = LabelledDocument(id="d", text="word " * 500, title="Title", relevant=True)
     sets = {"s": [LabelledQuery(id="q", query="?", documents=(document,))]}
-    systems = [Measured("x", 0.0, "given", {"s": [ScoredQuery([-1.0], [True])]})]
+    systems = [Measured("x", Rule(0.0), "given", {"s": [ScoredQuery([-1.0], [True])]})]
     shown = report.page(compare(systems, sets), systems, sets)
     assert len(re.search(r"Title word[^<]*…", shown)[0]) == report.TEXT_LENGTH
 

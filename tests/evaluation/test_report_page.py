@@ -14,6 +14,7 @@ from rsrank_rag.evaluation.datasets import LabelledDocument, LabelledQuery
 from rsrank_rag.evaluation.evaluate import score_dataset
 from rsrank_rag.evaluation.report import write_report
 from rsrank_rag.evaluation.systems.bm25 import BM25
+from rsrank_rag.passages.rule import Rule
 
 pytestmark = pytest.mark.browser
 pytest.importorskip("jinja2")
@@ -57,7 +58,7 @@ def report(ranker, tmp_path_factory):
     measured = [
         Measured(
             title,
-            threshold,
+            Rule(threshold, max_gap=2.0),
             origin,
             {name: score_dataset(system, rows) for name, rows in sets.items()},
         )

@@ -25,7 +25,7 @@ from research.reproduction.config import SHIPPED, Reproduction, plan
 from research.reproduction.run import reproduce
 from research.reproduction.signals import SignalReader, reader_of
 from research.reproduction.tables import METRICS, FigureFile, ablation_tables, figures_of, page
-from research.reproduction.thresholds import own_best
+from research.reproduction.thresholds import own_best, set_best
 from rsrank_rag.errors import InputError
 from rsrank_rag.evaluation.comparison import Measured, compare
 from rsrank_rag.evaluation.datasets import LabelledDocument, LabelledQuery, read_labelled
@@ -36,6 +36,7 @@ from rsrank_rag.language_model.loading import load_model
 from rsrank_rag.language_model.options import LoadOptions
 from rsrank_rag.method.scoring import Row, ShiftReader
 from rsrank_rag.method.template import PromptTokenizer
+from rsrank_rag.passages.rule import Rule
 from rsrank_rag.training.fit import FitOptions
 from rsrank_rag.training.recipe import shipped
 
@@ -274,7 +275,7 @@ def test_a_whole_run_gives_tables_and_figures_of_the_scores(artifact, ranker, da
         "Ablations on two",
     ):
         assert f"## {title}" in page
-    value = summarise(expected)["ndcg@5"]
+    value = summarise(expected, Rule(0.0))["ndcg@5"]
     assert re.search(rf"\| tiny \| (\*\*)?{100 * value:.1f}(\*\*)? \|", page)
     for name in ("base", "no-margin", "closed-separation", "layers: last", "raw", "0 queries"):
         assert f"| {name} |" in page
@@ -319,7 +320,10 @@ def test_the_best_of_a_column_and_its_ties_are_bold_and_a_missing_set_has_no_ave
         "a": [ScoredQuery([1.0, -1.0], [True, False])],
         "b": [ScoredQuery([1.0, 2.0], [True, False])],
     }
-    systems = [Measured("x", 0.0, "native", full), Measured("y", 0.0, "native", {"a": full["a"]})]
+    systems = [
+        Measured("x", Rule(0.0), "native", full),
+        Measured("y", Rule(0.0), "native", {"a": full["a"]}),
+    ]
     text = page("tiny", ["a", "b"], systems, None)
     f1 = text.split("**F1@τ**")[1]
     assert "| x | **100.0** | **66.7** | **83.3** |" in f1
@@ -333,10 +337,10 @@ def test_the_gap_table_holds_the_papers_columns():
         ScoredQuery([rng.random() for _ in q.documents], [d.relevant for d in q.documents])
         for q in sets["a"]
     ]
-    found = compare([Measured("x", 0.5, "given", {"a": scored})], sets)
+    found = compare([Measured("x", Rule(0.5), "given", {"a": scored})], sets)
     result = found.systems[0].sets["a"]
     own = 100 * statistics.fmean(own_best(found, "a", result))
-    best = 100 * result.metrics["f1@best"].mean
+    best = 100 * statistics.fmean(set_best(found, "a", result))
     assert f"| a | 4 | {own:.1f} | {best:.1f} |" in page("tiny", ["a"], [], found)
 
 
@@ -346,13 +350,13 @@ def test_differences_are_those_of_the_means_and_bold_where_zero_is_outside_of_th
     right = [ScoredQuery([1.0 if label else -1.0 for label in row], row) for row in labels]
     wrong = [ScoredQuery([-1.0 if label else 1.0 for label in row], row) for row in labels]
     systems = [
-        Measured(name, 0.0, "native", {"a": rows})
+        Measured(name, Rule(0.0), "native", {"a": rows})
         for name, rows in (("x", right), ("y", wrong), ("z", wrong))
     ]
     text = page("tiny", ["a"], systems, compare(systems, sets))
     assert "| x | 100.0 [100.0, 100.0] |" in text
     better, same = (text.split(f"**{pair}**")[1] for pair in ("x minus y", "y minus z"))
-    expected = [summarise(rows)["ndcg@5"] for rows in (right, wrong)]
+    expected = [summarise(rows, Rule(0.0))["ndcg@5"] for rows in (right, wrong)]
     assert f"| a | **{100 * (expected[0] - expected[1]):+.1f} [" in better
     assert "| mean | +0.0 [+0.0, +0.0] | +0.0 [+0.0, +0.0] | +0.0 [+0.0, +0.0] |" in same
 

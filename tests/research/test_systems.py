@@ -442,15 +442,14 @@ def test_evaluate_measures_at_the_native_threshold(tmp_path, data):
         "float32",
     )
     native = evaluate(*arguments, "--json")
-    assert json.loads(native)[0]["threshold"] == 0.5
-    assert evaluate(*arguments, "--threshold", "0.5", "--json") == native
+    assert json.loads(native)[0]["rule"]["threshold"] == 0.5
     (other,) = json.loads(evaluate(*arguments, "--threshold", "0.1", "--json"))
-    assert other["threshold"] == 0.1
+    assert other["rule"]["threshold"] == 0.1
 
 
-def test_rsrank_is_measured_at_zero_and_bm25_at_the_best_shared_threshold(artifact, data):
+def test_rsrank_is_measured_by_its_own_rule_and_bm25_by_the_best_one(artifact, data):
     output = evaluate("--data", data, "-m", artifact, "--dtype", "float32", "--json")
-    assert json.loads(output)[0]["threshold"] == 0
+    assert json.loads(output)[0]["rule"]["threshold"] == 0
     result = runner.invoke(app, ["evaluate", "--data", str(data), "-m", "bm25"])
     message = " ".join(result.stderr.split())
     assert "the best over all files, counted alike; this system has no native threshold" in message
@@ -484,7 +483,7 @@ def test_raw_representations_are_a_system_like_any_other(tiny_folder, data, tmp_
     raw.config = raw.config.model_copy(update={"null_prefix": "none"})
     raw.save_pretrained(tmp_path / "raw")
     arguments = ("--data", data, "-m", tmp_path / "raw", "--dtype", "float32")
-    assert json.loads(evaluate(*arguments, "--json"))[0]["threshold"] == 0
+    assert json.loads(evaluate(*arguments, "--json"))[0]["rule"]["threshold"] == 0
 
 
 def test_without_sentence_transformers_the_error_says_what_to_install(monkeypatch):

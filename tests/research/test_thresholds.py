@@ -14,6 +14,7 @@ pytest.importorskip("scipy")
 
 from matplotlib.colors import to_hex
 
+from research.best_threshold import best_threshold
 from research.reproduction.thresholds import (
     f1_gap_curves,
     paired_t_test,
@@ -24,7 +25,8 @@ from research.reproduction.thresholds import (
 from research.reproduction.thresholds import f1_gaps as gaps_of
 from rsrank_rag.evaluation.comparison import Measured, compare
 from rsrank_rag.evaluation.datasets import LabelledDocument, LabelledQuery
-from rsrank_rag.evaluation.metrics import ScoredQuery, best_threshold
+from rsrank_rag.evaluation.metrics import ScoredQuery
+from rsrank_rag.passages.rule import Rule
 from rsrank_rag.reranker import BLANK_SCORE
 
 SETS = ["first", "second", "third", "fourth"]
@@ -125,7 +127,7 @@ def comparison_of(queries):
             for i, label in enumerate(query.relevant)
         )
         labelled.append(LabelledQuery(id=str(len(labelled)), query="?", documents=documents))
-    system = Measured("x", 0.0, "given", {"s": queries})
+    system = Measured("x", Rule(0.0), "given", {"s": queries})
     return system, compare([system], {"s": labelled})
 
 

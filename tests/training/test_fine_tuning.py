@@ -277,7 +277,7 @@ def test_a_loss_of_recall_alone_is_named_and_the_base_is_written(train, fused, t
     verdict = judge(before, after)
     assert verdict.outcome == "worse"
     assert "recall" in verdict.losses
-    assert "left_with_nothing" in verdict.losses
+    assert "lost" in verdict.losses
     assert "f1" not in verdict.losses
     said = train(before, after)
     assert "recall changes by -0.300" in said
@@ -405,7 +405,7 @@ def test_an_artifact_is_fine_tuned_and_says_how(fused, tmp_path):
     for word in ("nDCG@5", "precision", "recall", "F1", "nothing", "written: "):
         assert word in said
     verdict = json.loads((tmp_path / "run" / "verdict.json").read_text())
-    assert set(verdict["difference"]) >= {"ndcg@5", "recall", "f1", "left_with_nothing"}
+    assert set(verdict["difference"]) >= {"ndcg@5", "recall", "f1", "lost"}
     ranker = RSRank.from_pretrained(tmp_path / "run" / "artifact", device="cpu", dtype="float32")
     assert ranker.config.training.settings["method"] == "fine-tuning"
     assert (ranker.config.fusion_layer, ranker.config.backbone.name) == (1, "./backbone")

@@ -23,7 +23,7 @@ def test_the_verdict_is_that_of_a_plain_paired_bootstrap(help, outcome):
     verdict = judge(base, other)
     assert verdict.outcome == outcome
     pairs = [[plain_measures(query) for query in pair] for pair in zip(base, other, strict=True)]
-    for metric in ("precision", "recall", "f1", "left_with_nothing"):
+    for metric in ("precision", "recall", "f1", "lost"):
 
         def difference(drawn, metric=metric):
             sides = []
@@ -51,7 +51,7 @@ def plain_measures(query):
         "precision": sum(kept) / len(kept) if kept else None,
         "recall": sum(kept) / relevant,
         "f1": 2 * sum(kept) / (len(kept) + relevant),
-        "left_with_nothing": float(not any(kept)),
+        "lost": float(not any(kept)),
     }
 
 
@@ -65,7 +65,7 @@ def test_empty_lists_have_no_precision_and_unanswerable_queries_no_recall():
     found = means(queries, 0.0)
     assert found["precision"] == 1.0
     assert found["recall"] == 0.5
-    assert found["left_with_nothing"] == 0.5
+    assert found["lost"] == 0.5
     assert found["f1"] == pytest.approx((1 + 0 + 1 + 0) / 4)
 
 
@@ -73,7 +73,7 @@ def test_a_measure_that_means_nothing_is_left_out():
     nothing_relevant = [ScoredQuery([1.0], [False])] * 12
     assert set(means(nothing_relevant, 0.0)) == {"ndcg@5", "precision", "f1"}
     # After nothing is kept, there is no precision to compare.
-    verdict = judge(nothing_relevant, nothing_relevant, (0.0, 2.0))
+    verdict = judge(nothing_relevant, [ScoredQuery([-1.0], [False])] * 12)
     assert set(verdict.before) == {"ndcg@5", "precision", "f1"}
     assert set(verdict.after) == set(verdict.difference) == {"ndcg@5", "f1"}
     assert verdict.gains == ["f1"]
@@ -89,12 +89,12 @@ def test_what_changes_for_few_queries_is_neither_a_gain_nor_a_loss():
     assert "recall" in judge([*kept, kept[0]], [*lost, lost[0]]).losses
 
 
-def test_more_queries_left_with_nothing_are_a_loss_and_fewer_a_gain():
+def test_more_answers_lost_are_a_loss_and_fewer_a_gain():
     labels = [True, False]
     kept = [ScoredQuery([1.0, 0.5], labels)] * 20
     lost = [ScoredQuery([-1.0, 0.5], labels)] * 10 + kept[10:]
-    assert "left_with_nothing" in judge(kept, lost).losses
-    assert "left_with_nothing" in judge(lost, kept).gains
+    assert "lost" in judge(kept, lost).losses
+    assert "lost" in judge(lost, kept).gains
     assert "changes by 0.500" in str(judge(kept, lost))
 
 
@@ -102,13 +102,13 @@ def test_gains_beside_a_loss_are_called_better():
     estimates = {
         "precision": Estimate(mean=-0.04, low=-0.06, high=-0.02),
         "recall": Estimate(mean=0.7, low=0.6, high=0.8),
-        "left_with_nothing": Estimate(mean=-0.2, low=-0.3, high=-0.1),
+        "lost": Estimate(mean=-0.2, low=-0.3, high=-0.1),
         "f1": Estimate(mean=0.1, low=-0.1, high=0.2),
     }
     verdict = Verdict(queries=100, before={}, after={}, difference=estimates)
     assert str(verdict) == (
         "worse: precision changes by -0.040 (-0.060 to -0.020); better: recall changes by 0.700 "
-        "(0.600 to 0.800), the share of answerable queries with nothing relevant kept changes by "
+        "(0.600 to 0.800), the share of answers lost changes by "
         "-0.200 (-0.300 to -0.100)"
     )
 
