@@ -191,11 +191,14 @@ class RSRank(Pretrained, Reranker):
                 continue
             row = Row(document.ids, query, key_of(document.ids))
             places.setdefault(row, []).append(place)
+        rows = list(places)
+        self.prompts.words.check("queries", [row.query.ids for row in rows[:1]])
+        self.prompts.words.check("documents", [row.document for row in rows])
         scores = [BLANK_SCORE] * len(tokenised)
         progress = _Progress(len(places))
         try:
             with self.backbone.inference():
-                for batches in self._batches(list(places)):
+                for batches in self._batches(rows):
                     self._run(batches, places, scores, progress)
         except DoesNotFitError as error:
             raise too_large(len(error.ids.document), places[error.ids][0]) from None

@@ -93,8 +93,7 @@ def train(
 @option(
     "--recall",
     type=click.FloatRange(0, 1),
-    default=0.8,
-    help="Goal: at least this mean recall.",
+    help="Goal: at least this mean recall. Default: the recall so far, at most 0.8.",
 )
 @option("--force", is_flag=True, help="Write the rule even if it may do harm.")
 def tune(
@@ -104,7 +103,7 @@ def tune(
     model: str,
     revision: str | None,
     lost: float,
-    recall: float,
+    recall: float | None,
     force: bool,
 ) -> None:
     """Write a copy of an artifact with the best rule for a goal: threshold, gap and fallback.
@@ -117,14 +116,14 @@ def tune(
     system can be named: it stands for the system with this rule.
 
     Nothing is written if, on queries that did not choose the rule, nothing is better beyond chance,
-    answers are lost beyond chance, or more are lost than the goal allows and than so far.
+    answers are lost beyond chance, more are lost than the goal allows and than so far, or recall
+    falls beyond chance below the goal.
     """
-    from ..evaluation.best_rule import Goal
     from ..training.tune import tune
 
     show_waiting(f"Scoring {data} ...")
     source = ModelSource(model, revision, load)
-    tuned = tune(source, data, output, Goal(lost, recall), force=force, show=show_tuned)
+    tuned = tune(source, data, output, lost=lost, recall=recall, force=force, show=show_tuned)
     if tuned.problem and not force:
         raise TrainingError(f"Nothing was written: {tuned.problem}. --force writes it.")
     echo(f"written: {tuned.rule}, in {output}")

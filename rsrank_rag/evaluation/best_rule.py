@@ -15,8 +15,8 @@ from ..passages.rule import BLANK_SCORE, Fallback, Rule
 from .metrics import ScoredQuery
 from .statistics import Array
 
-# Numbers of quantiles. On the validation queries of research/selection.py, twice as many of each
-# kept 0.02 passages a query less.
+# Numbers of quantiles. With twice as many of each, the best rules of `mini` on ten sets kept 4.65
+# passages a query instead of 4.75, and took six times as long to find.
 THRESHOLDS = 24
 GAPS = 12
 FALLBACKS = 6

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import BaseModel, Field
 
 from ..errors import BackboneError, InputError
+from .vocabulary import VocabularyCheck
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -159,6 +160,7 @@ class PromptTokenizer:
         self._recent: dict[str, tuple[int, ...]] = {}
         self._text = private_copy(tokenizer, special_tokens=False)
         self._template = private_copy(tokenizer, special_tokens=True)
+        self.words = VocabularyCheck(self._text)
         self.instruction = self._template_ids(template.instruction)
         self.separator = self._template_ids(template.separator)
         self._query_start = self._template_ids(template.query_start)

