@@ -14,8 +14,10 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import BertModel
@@ -153,10 +155,11 @@ class Mini(nn.Module):
     ) -> None:
         super().__init__()
         self.shape, self.heads = shape, encoder.config.num_attention_heads
+        self.window, self.fast = 24, torch.bfloat16
         self.embeddings = copy.deepcopy(encoder.embeddings)
         originals = encoder.encoder.layer
-        self.base = len(originals)
-        layers = [originals[min(i, self.base - 1)] for i in range(shape.run + 1)]
+        self.base = shape.fuse
+        layers = [originals[min(i, len(originals) - 1)] for i in range(shape.run + 1)]
         self.layers = nn.ModuleList(Layer(layer, self.heads) for layer in layers)
         read, dim = len(shape.read), encoder.config.hidden_size // self.heads
         start = torch.randn(
@@ -257,6 +260,24 @@ def pooled(hidden: Tensor, valid: Tensor) -> Tensor:
     """Mean over a text's tokens, as a unit vector, (N, C)."""
     total = (hidden.float() * valid[..., None]).sum(1)
     return functional.normalize(total / valid.sum(1, keepdim=True), dim=-1)
+
+
+def from_artifact(artifact: Path, window: int) -> Mini:
+    """The recipe's model with the weights of an artifact."""
+    encoder = BertModel.from_pretrained(
+        artifact / "backbone", add_pooling_layer=False, dtype=torch.float32
+    )
+    model = Mini(encoder, Shape())
+    model.window = window
+    small = load_file(artifact / "projection.safetensors")
+    with torch.no_grad():
+        model.projection.copy_(small["weight"])
+        model.shift_weight.copy_(small["head_weight"])
+        for parameter, value in zip(
+            (model.pooled_weight, model.token_weight, model.bias), small["agreement"], strict=True
+        ):
+            parameter.copy_(value)
+    return model
 
 
 def bert_weights(model: Mini) -> dict[str, Tensor]:

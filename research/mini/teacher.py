@@ -1,30 +1,32 @@
-"""Embeddings of all-mpnet-base-v2, the teacher of the second stage: each text once, kept on disk.
+"""Embeddings of all-mpnet-base-v2, the teacher of `mini`: each text once, in int8 on disk.
 
     python research/mini/teacher.py --data ../shared/data/train \
-        --teacher runs/all-mpnet-base-v2 --output runs/teacher
+        --model runs/all-mpnet-base-v2 --output runs/teacher
 
-all-mpnet-base-v2 (Apache-2.0) ranks typed queries better than MiniLM does, at eight times the work.
-The command embeds the texts of `typed.Pool` in parts of 1,536 texts; a second call goes on where
-the first one was stopped.
+The command embeds the texts of `batches.Pool` in files of 1,024 texts, typed queries and their
+passages first. A second call goes on where the first one stopped, and training reads new files
+while they come.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
+from batches import Pool
 from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModel, AutoTokenizer
-from typed import Pool, TechnicalSampler
 
-PART = 1536
+PART = 1024
 """Texts a file."""
-MOST_TOKENS = 170
-BATCH_CHARACTERS = 24_000
-"""Characters of a batch with its padding: about 6,000 tokens."""
+MOST_TOKENS = 200
+BATCH_CHARACTERS = 20_000
+"""Characters of a batch with its padding: about 5,000 tokens."""
 
 
 class Teacher:
@@ -37,20 +39,28 @@ class Teacher:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.files: set[Path] = set()
-        self.embeddings: dict[str, Tensor] = {}
+        self.rows: dict[bytes, np.ndarray] = {}
         self.refresh()
 
     def refresh(self) -> None:
         """Read the files that are new."""
-        for path in sorted(self.folder.glob("*.pt")):
+        for path in sorted(self.folder.glob("*.npz")):
             if path not in self.files:
-                self.embeddings.update(torch.load(path, weights_only=True))
+                part = np.load(path)
+                self.rows.update(zip(map(bytes, part["keys"]), part["rows"], strict=True))
                 self.files.add(path)
 
     def __call__(self, text: str) -> Tensor | None:
         """The unit embedding of a text, (768,), or None where the teacher has not read the text."""
-        embedding = self.embeddings.get(text)
-        return None if embedding is None else embedding.float()
+        row = self.rows.get(key_of(text))
+        if row is None:
+            return None
+        return functional.normalize(torch.from_numpy(row).float(), dim=0)
+
+
+def key_of(text: str) -> bytes:
+    """Eight bytes that stand for a text."""
+    return hashlib.sha256(text.encode()).digest()[:8]
 
 
 def batches(texts: Iterable[str]) -> Iterable[list[str]]:
@@ -66,48 +76,46 @@ def batches(texts: Iterable[str]) -> Iterable[list[str]]:
 
 
 @torch.inference_mode()
-def embed_all(texts: Sequence[str], model: Path, folder: Path) -> None:
+def embed_all(texts: Sequence[str], model: Path, folder: Path, device: str) -> None:
     """Write the embeddings of all texts that ``folder`` does not hold yet."""
     folder.mkdir(parents=True, exist_ok=True)
     done = Teacher(folder)
-    todo = [text for text in texts if done(text) is None]
+    todo = [text for text in dict.fromkeys(texts) if key_of(text) not in done.rows]
     tokenizer = AutoTokenizer.from_pretrained(model)
-    encoder = AutoModel.from_pretrained(model, dtype=torch.bfloat16).eval()
+    encoder = AutoModel.from_pretrained(model, dtype=torch.bfloat16).eval().to(device)
     for start in range(0, len(todo), PART):
-        embeddings: dict[str, Tensor] = {}
+        keys, rows = [], []
         for batch in batches(todo[start : start + PART]):
             inputs = tokenizer(
                 batch, padding=True, truncation=True, max_length=MOST_TOKENS, return_tensors="pt"
-            )
+            ).to(device)
             hidden = encoder(**inputs).last_hidden_state.float()
             valid = inputs["attention_mask"][..., None]
             pooled = functional.normalize((hidden * valid).sum(1) / valid.sum(1), dim=-1)
-            embeddings |= {
-                text: row.clone() for text, row in zip(batch, pooled.half(), strict=True)
-            }
-        path = folder / f"{len(done.files) + start // PART:04d}.pt"
-        torch.save(embeddings, path.with_suffix(".new"))
+            scaled = 127 * pooled / pooled.abs().amax(1, keepdim=True)
+            rows.append(scaled.round().to(torch.int8).cpu().numpy())
+            keys += [np.frombuffer(key_of(text), dtype=np.uint8) for text in batch]
+        path = folder / f"{len(done.files) + start // PART:04d}.npz"
+        with path.with_suffix(".new").open("wb") as file:
+            np.savez(file, keys=np.stack(keys), rows=np.concatenate(rows))
         path.with_suffix(".new").replace(path)
         print(f"{min(start + PART, len(todo))} of {len(todo)} texts", flush=True)
 
 
 def main() -> None:
-    """Embed every text of the second stage."""
+    """Embed every text of the training."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--data", type=Path, required=True, help="folder with the training sets")
-    parser.add_argument("--teacher", type=Path, required=True, help="folder of all-mpnet-base-v2")
+    parser.add_argument("--model", type=Path, required=True, help="folder of all-mpnet-base-v2")
     parser.add_argument("--output", type=Path, required=True, help="folder for the embeddings")
-    parser.add_argument("--manuals", type=Path, default=None, help="rows that manuals.py wrote")
-    parser.add_argument("--library-docs", type=Path, default=None, help="from library_docs.py")
+    parser.add_argument("--manuals", type=Path, default=None, help="what manuals.py wrote")
+    parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
-    pool = Pool(options.data)
-    texts = pool.teacher_texts()
-    if options.manuals is not None:
-        sampler = TechnicalSampler(pool, 0, options.manuals, options.library_docs)
-        texts += sampler.teacher_texts()
-    embed_all(texts, options.teacher, options.output)
+    torch.set_num_threads(1)
+    texts = Pool(options.data, options.manuals).teacher_texts()
+    embed_all(texts, options.model, options.output, options.device)
 
 
 if __name__ == "__main__":

