@@ -618,7 +618,7 @@ def main() -> None:
         with server:
             print(f"Two keys, 256 files, --timeout 20; {machine()}\n")
             print(
-                "| attack | seconds | answered | /health asked | longest ms | HTTP MB | model MB |\n"
+                "| attack | seconds | answered | /health | longest ms | HTTP MB | model MB |\n"
                 "|---|--:|---|--:|--:|--:|--:|"
             )
             for name, (attack, allowed) in attacks.items():

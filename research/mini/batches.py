@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import data
+from data import EVERYDAY, MANUALS, REAL
 
-EVERYDAY, REAL, MANUALS = "everyday.passage", "realdocs.passage", "manuals.passage"
 DOCUMENTS = (REAL, MANUALS)
 """Sets whose queries share the passages of one document."""
 MANUALS_APART = frozenset({"curl", "netcat", "tmux", "zstd"})
@@ -27,9 +27,9 @@ MANUALS_APART = frozenset({"curl", "netcat", "tmux", "zstd"})
 KEYBOARD = ("qwertyuiop", "asdfghjkl", "zxcvbnm")
 NO_TITLES = (
     "Microsoft Word - final_v3.docx", "Microsoft Word - Document1", "final_v2.docx", "scan0012.pdf",
-    "nan", "None", "untitled", "Untitled document", "PowerPoint Presentation", "report.pdf", "page 3",
+    "nan", "None", "untitled", "Untitled document", "PowerPoint Presentation", "report.pdf",
     "IMG_20230411.pdf", "export (2).html", "data/handbook/part_07.md", "index.html", "notes.txt",
-    "Microsoft PowerPoint - slides_new.pptx", "Book1.xlsx", "tmp8f3a.pdf", "-", "Adobe Photoshop PDF",
+    "Microsoft PowerPoint - slides_new.pptx", "Book1.xlsx", "tmp8f3a.pdf", "-", "page 3",
 )  # fmt: skip
 """What loaders of PDF and office files write as a title."""
 
@@ -157,13 +157,17 @@ class Pool:
             row = json.loads(line)
             part = self.validation if row["of"] in MANUALS_APART else self.training
             part[MANUALS].append(example_of(row, MANUALS, row["of"]))
-        counts = dict.fromkeys(PUBLIC, 400) if queries is None else queries
+        counts = dict.fromkeys(data.SETS, 400) if queries is None else queries
         for name, most in counts.items():
             texts = data.Texts()
             training, validation = data.load(folder, [name], texts)
             random.Random(5).shuffle(training)
             for example in training[:most]:
                 self.training[name].append(public_example(example, texts))
+            self.validation[name] = [public_example(example, texts) for example in validation]
+        for name in data.UNSEEN:
+            texts = data.Texts()
+            _, validation = data.load(folder, [name], texts)
             self.validation[name] = [public_example(example, texts) for example in validation]
         self.titles = defaultdict(list)
         for example in self.training[EVERYDAY]:
@@ -179,9 +183,6 @@ class Pool:
             for example in examples:
                 texts |= dict.fromkeys(passage.content() for passage in example.passages)
         return list(texts)
-
-
-PUBLIC = (*data.SETS, "selqa.sentence")
 
 
 def example_of(row: dict[str, Any], name: str, entry: str) -> Example:
@@ -437,9 +438,7 @@ class Sampler:
         length = 0
         for text in texts:
             more = self.tokens(text.text)
-            if parts[-1] and (
-                len(parts[-1]) == size or length + more > self.config["most_tokens"]
-            ):
+            if parts[-1] and (len(parts[-1]) == size or length + more > self.config["most_tokens"]):
                 parts.append([])
                 length = 0
             parts[-1].append(text)
@@ -472,4 +471,3 @@ def merged(part: Sequence[Text]) -> Text:
     groups = set().union(*(each.groups for each in part))
     parts = tuple(own for each in part for own in each.parts)
     return Text(text, parts, any(each.relevant for each in part), groups)
-

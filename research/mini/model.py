@@ -12,7 +12,6 @@ heads, D head dimension, C hidden size, P projection dimension.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,15 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import BertModel
 
-from rsrank_rag.method.formula import (
-    maxsim,
-    representational_shift,
-    shift_terms,
-    similarity_terms,
-)
-
-BORDER, MATCHED = 0.45, 0.6
-"""Cosine and MaxSim above which a passage is about the query, over many sets."""
+from rsrank_rag.method.formula import representational_shift, shift_terms
 
 BERT_NAMES = {
     "query": "attention.self.query",
@@ -132,50 +123,31 @@ class Shape:
 
 
 class Mini(nn.Module):
-    """Encoder, B, and the weights of agreement.
+    """Encoder, B, and the weights of similarity.
 
     Args:
-        encoder: MiniLM.
+        encoder: With one layer more than ``shape.run``.
         shape: What to build of it.
-        scale: g, the weight of the pooled embeddings' cosine.
-        tokens: w, the weight of how well the query's tokens are matched.
-        shift: s at the start.
-        seed: Of B.
+        window: Positions of a window of local reading.
+
+    Attributes:
+        fast: The type of token states.
     """
 
-    def __init__(
-        self,
-        encoder: BertModel,
-        shape: Shape,
-        *,
-        scale: float = 5.0,
-        tokens: float = 4.5,
-        shift: float = 0.1,
-        seed: int = 0,
-    ) -> None:
+    def __init__(self, encoder: BertModel, shape: Shape, window: int) -> None:
         super().__init__()
-        self.shape, self.heads = shape, encoder.config.num_attention_heads
-        self.window, self.fast = 24, torch.bfloat16
+        self.shape, self.base, self.window = shape, shape.fuse, window
+        self.heads = encoder.config.num_attention_heads
+        self.fast = torch.bfloat16
         self.embeddings = copy.deepcopy(encoder.embeddings)
-        originals = encoder.encoder.layer
-        self.base = shape.fuse
-        layers = [originals[min(i, len(originals) - 1)] for i in range(shape.run + 1)]
+        layers = encoder.encoder.layer[: shape.run + 1]
         self.layers = nn.ModuleList(Layer(layer, self.heads) for layer in layers)
         read, dim = len(shape.read), encoder.config.hidden_size // self.heads
-        start = torch.randn(
-            read,
-            self.heads,
-            max(shape.dim, dim),
-            dim,
-            generator=torch.Generator().manual_seed(seed),
-        )
-        self.projection = nn.Parameter(
-            torch.linalg.qr(start)[0].mT[..., : shape.dim, :].contiguous()
-        )
-        self.shift_weight = nn.Parameter(torch.full((read, self.heads), shift))
-        self.pooled_weight = nn.Parameter(torch.tensor(float(scale)))
-        self.token_weight = nn.Parameter(torch.tensor(float(tokens)))
-        self.bias = nn.Parameter(torch.tensor(-scale * BORDER - tokens * MATCHED))
+        self.projection = nn.Parameter(torch.zeros(read, self.heads, shape.dim, dim))
+        self.shift_weight = nn.Parameter(torch.zeros(read, self.heads))
+        self.pooled_weight = nn.Parameter(torch.zeros(()))
+        self.token_weight = nn.Parameter(torch.zeros(()))
+        self.bias = nn.Parameter(torch.zeros(()))
 
     def embed(self, ids: Tensor) -> Tensor:
         """Token embeddings, positions from 0."""
@@ -239,22 +211,6 @@ class Mini(nn.Module):
         weights = scored / scored.sum(1, keepdim=True)
         return (terms * weights[:, None, None]).sum(-1)
 
-    def maxsim(self, query: Tensor, document: Tensor, scored: Tensor, own: Tensor) -> Tensor:
-        """The mean of MaxSim over the scored tokens, (R,).
-
-        Args:
-            query: Values of the first fusion layer of the query's tokens, (R, H, T, D).
-            document: Those of the document's, (R, H, S, D).
-            scored: Which tokens of the query count, (R, T) as float.
-            own: Which tokens are the document's own, (R, S).
-        """
-        return (maxsim(query, document, own) * scored).sum(1) / scored.sum(1)
-
-    def base_score(self, cosine: Tensor, token_similarity: Tensor) -> Tensor:
-        """Scores without the shift, (R,), of cosines (R,) and MaxSim (R,)."""
-        weights = torch.stack([self.pooled_weight, self.token_weight, self.bias])
-        return similarity_terms(torch.stack([cosine, token_similarity], -1), weights).sum(-1)
-
 
 def pooled(hidden: Tensor, valid: Tensor) -> Tensor:
     """Mean over a text's tokens, as a unit vector, (N, C)."""
@@ -267,8 +223,7 @@ def from_artifact(artifact: Path, window: int) -> Mini:
     encoder = BertModel.from_pretrained(
         artifact / "backbone", add_pooling_layer=False, dtype=torch.float32
     )
-    model = Mini(encoder, Shape())
-    model.window = window
+    model = Mini(encoder, Shape(), window)
     small = load_file(artifact / "projection.safetensors")
     with torch.no_grad():
         model.projection.copy_(small["weight"])
@@ -289,10 +244,3 @@ def bert_weights(model: Mini) -> dict[str, Tensor]:
                 for part, tensor in getattr(layer, own).named_parameters():
                     tensors[f"encoder.layer.{number}.{name}.{part}"] = tensor
     return {name: tensor.detach() for name, tensor in tensors.items()}
-
-
-def load_layers(model: Mini, weights: Mapping[str, Tensor]) -> None:
-    """Set the layers to weights under `BertModel`'s names; the embeddings stay as they are."""
-    for name, tensor in bert_weights(model).items():
-        if name.startswith("encoder."):
-            tensor.copy_(weights[name])

@@ -16,18 +16,18 @@ from __future__ import annotations
 import argparse
 import json
 import time
-import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import tomllib
 import torch
 from batches import DOCUMENTS, EVERYDAY, Batch, Pool, Sampler, without_typos
-from texts import Texts
 from model import Mini, from_artifact
 from scores import Output, run
 from teacher import Teacher
+from texts import Texts
 from torch import Tensor
 from torch.nn import functional
 from validate import Validation

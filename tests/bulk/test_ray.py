@@ -14,8 +14,8 @@ pytest.importorskip("ray.serve")
 from ray_service import application
 
 from rsrank_rag.service.app import Settings, create_app
-from rsrank_rag.service.work_queue import QueueLimits
 from rsrank_rag.service.scheduler import Scheduler
+from rsrank_rag.service.work_queue import QueueLimits
 
 pytestmark = pytest.mark.ray
 
