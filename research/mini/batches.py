@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import lzma
 import random
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +23,10 @@ from data import EVERYDAY, MANUALS, REAL
 
 DOCUMENTS = (REAL, MANUALS)
 """Sets whose queries share the passages of one document."""
+APART = 0.1
+"""Share of everyday's entries and of realdocs' sources whose queries validate."""
+QUERIES_OF_SET = 400
+"""Training queries taken of each public set."""
 MANUALS_APART = frozenset({"curl", "netcat", "tmux", "zstd"})
 """Tools whose queries validate."""
 KEYBOARD = ("qwertyuiop", "asdfghjkl", "zxcvbnm")
@@ -122,67 +127,106 @@ def without_typos(batch: Batch, lists: Sequence[int]) -> tuple[Batch, list[int]]
     return result, places
 
 
+@dataclass
 class Pool:
     """Everything that batches are drawn from, and the queries that validate.
-
-    Args:
-        folder: Training sets.
-        manuals: Queries over manual pages (manuals.py), or None.
-        queries: Set -> queries taken of it, for the public sets.
-        apart: Share of everyday's entries and of realdocs' sources whose queries validate.
 
     Attributes:
         training: Set -> examples.
         validation: Set -> examples that share no query and no relevant passage with training.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        manuals: Path | None = None,
-        queries: Mapping[str, int] | None = None,
-        apart: float = 0.1,
-    ) -> None:
-        self.training: dict[str, list[Example]] = defaultdict(list)
-        self.validation: dict[str, list[Example]] = defaultdict(list)
-        for name in (EVERYDAY, REAL):
-            for row in data.read(folder / f"{name}.jsonl.gz"):
-                entry = row["id"].rpartition("-")[0]
-                source = entry if name == EVERYDAY else row["of"]
-                example = example_of(row, name, entry)
-                held_out = digest(source) < apart * 2**64
-                part = self.validation if held_out else self.training
-                part[name].append(example)
-        for line in [] if manuals is None else manuals.read_text(encoding="utf-8").splitlines():
-            row = json.loads(line)
-            part = self.validation if row["of"] in MANUALS_APART else self.training
-            part[MANUALS].append(example_of(row, MANUALS, row["of"]))
-        counts = dict.fromkeys(data.SETS, 400) if queries is None else queries
-        for name, most in counts.items():
-            texts = data.Texts()
-            training, validation = data.load(folder, [name], texts)
-            random.Random(5).shuffle(training)
-            for example in training[:most]:
-                self.training[name].append(public_example(example, texts))
-            self.validation[name] = [public_example(example, texts) for example in validation]
-        for name in data.UNSEEN:
-            texts = data.Texts()
-            _, validation = data.load(folder, [name], texts)
-            self.validation[name] = [public_example(example, texts) for example in validation]
-        self.titles = defaultdict(list)
+    training: dict[str, list[Example]]
+    validation: dict[str, list[Example]]
+
+    @classmethod
+    def of(cls, place: Path, manuals: Path | None = None) -> Pool:
+        """The pool of a folder with training sets, or of a file that `pack` wrote.
+
+        Args:
+            place: Folder or file.
+            manuals: Queries over manual pages (manuals.py), for a folder.
+        """
+        return unpack(place) if place.is_file() else from_sets(place, manuals)
+
+    def titles(self) -> list[str]:
+        """Titles of everyday's passages."""
+        titles = {}
         for example in self.training[EVERYDAY]:
-            for passage in example.passages:
-                if passage.title:
-                    self.titles[EVERYDAY].append(passage.title)
+            titles |= {p.title: None for p in example.passages if p.title}
+        return list(titles)
 
     def teacher_texts(self) -> list[str]:
-        """What the teacher reads: queries and passages, those of typed queries first."""
+        """What the teacher reads: queries and passages of everyday."""
         texts: dict[str, None] = {}
-        for examples in self.training.values():
-            texts |= dict.fromkeys(example.query for example in examples)
-            for example in examples:
-                texts |= dict.fromkeys(passage.content() for passage in example.passages)
+        for example in self.training[EVERYDAY]:
+            texts[example.query] = None
+            texts |= dict.fromkeys(passage.content() for passage in example.passages)
         return list(texts)
+
+
+def from_sets(folder: Path, manuals: Path | None) -> Pool:
+    """The pool of a folder with training sets."""
+    pool = Pool(defaultdict(list), defaultdict(list))
+    for name in (EVERYDAY, REAL):
+        for row in data.read(folder / f"{name}.jsonl.gz"):
+            entry = row["id"].rpartition("-")[0]
+            source = entry if name == EVERYDAY else row["of"]
+            part = pool.validation if digest(source) < APART * 2**64 else pool.training
+            part[name].append(example_of(row, name, entry))
+    for line in [] if manuals is None else manuals.read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        part = pool.validation if row["of"] in MANUALS_APART else pool.training
+        part[MANUALS].append(example_of(row, MANUALS, row["of"]))
+    for name in (*data.SETS, *data.UNSEEN):
+        texts = data.Texts()
+        training, validation = data.load(folder, [name], texts)
+        if name in data.SETS:
+            random.Random(5).shuffle(training)
+            chosen = training[:QUERIES_OF_SET]
+            pool.training[name] = [public_example(example, texts) for example in chosen]
+        pool.validation[name] = [public_example(example, texts) for example in validation]
+    return pool
+
+
+def pack(pool: Pool, path: Path, queries: int, passages: int) -> None:
+    """Write the training part of a pool to one small file, for a machine without the sets.
+
+    Args:
+        pool: What is written.
+        path: A JSON file, compressed by xz.
+        queries: Most queries of a public set.
+        passages: Most passages of a query of a public set; relevant ones come first.
+    """
+    table: dict[tuple[str, str, str], int] = {}
+    examples = []
+    for name, of_set in pool.training.items():
+        public = name in data.SETS
+        for example in of_set[:queries] if public else of_set:
+            rows = example.passages
+            if public:
+                rows = sorted(rows, key=lambda passage: not passage.relevant)[:passages]
+            places = []
+            for p in rows:
+                place = table.setdefault((p.text, p.title, p.group), len(table))
+                places.append([place, p.relevant])
+            examples.append([name, example.query, example.group, places])
+    with lzma.open(path, "wt", encoding="utf-8") as file:
+        json.dump({"passages": list(table), "examples": examples}, file)
+
+
+def unpack(path: Path) -> Pool:
+    """What `pack` wrote; no query validates."""
+    with lzma.open(path, "rt", encoding="utf-8") as file:
+        content = json.load(file)
+    pool = Pool(defaultdict(list), defaultdict(list))
+    for name, query, group, places in content["examples"]:
+        passages = []
+        for place, relevant in places:
+            text, title, origin = content["passages"][place]
+            passages.append(Passage(text, title, relevant, origin))
+        pool.training[name].append(Example(query, passages, name, group))
+    return pool
 
 
 def example_of(row: dict[str, Any], name: str, entry: str) -> Example:
@@ -275,6 +319,7 @@ class Sampler:
     ) -> None:
         self.pool, self.config, self.seed = pool, config, seed
         self.tokens, self.near = tokens, near
+        self.titles = pool.titles()
         self.documents: dict[str, list[Example]] = defaultdict(list)
         self.manuals: dict[str, list[Example]] = defaultdict(list)
         for example in pool.training[REAL]:
@@ -427,7 +472,7 @@ class Sampler:
             elif junk:
                 text = f"{rng.choice(NO_TITLES)}\n{passage.text}"
             elif not passage.title and passage.group == EVERYDAY and rng.random() < 0.5:
-                text = f"{rng.choice(self.pool.titles[EVERYDAY])}\n{passage.text}"
+                text = f"{rng.choice(self.titles)}\n{passage.text}"
             texts.append(Text(text, (passage.content(),), passage.relevant, {passage.group}))
         return texts
 

@@ -179,7 +179,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     texts = Texts(options.start / "backbone" / "tokenizer.json")
-    pool = Pool(options.data, options.manuals)
+    pool = Pool.of(options.data, options.manuals)
     validation = Validation(pool)
     trained = torch.load(options.weights, weights_only=True, map_location="cpu")
     start = from_artifact(options.start, options.window)

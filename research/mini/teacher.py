@@ -3,9 +3,8 @@
     python research/mini/teacher.py --data ../shared/data/train \
         --model runs/all-mpnet-base-v2 --output runs/teacher
 
-The command embeds the texts of `batches.Pool` in files of 1,024 texts, typed queries and their
-passages first. A second call goes on where the first one stopped, and training reads new files
-while they come.
+The command embeds everyday's queries and passages in files of 1,024 texts. A second call goes on
+where the first one stopped, and training reads new files while they come.
 """
 
 from __future__ import annotations
@@ -110,11 +109,10 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="folder with the training sets")
     parser.add_argument("--model", type=Path, required=True, help="folder of all-mpnet-base-v2")
     parser.add_argument("--output", type=Path, required=True, help="folder for the embeddings")
-    parser.add_argument("--manuals", type=Path, default=None, help="what manuals.py wrote")
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    texts = Pool(options.data, options.manuals).teacher_texts()
+    texts = Pool.of(options.data).teacher_texts()
     embed_all(texts, options.model, options.output, options.device)
 
 

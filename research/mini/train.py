@@ -300,7 +300,7 @@ class Training:
         self.teacher = Teacher(options.teacher)
         self.objective = Objective(config["loss"], self.teacher)
         self.texts = Texts(options.start / "backbone" / "tokenizer.json")
-        self.pool = Pool(options.data, options.manuals)
+        self.pool = Pool.of(options.data, options.manuals)
         self.sampler = Sampler(
             self.pool, config["batch"], config["seed"], self.texts.count, self.near
         )
@@ -399,7 +399,7 @@ class Training:
         return own
 
     def validate(self, validation: Validation, folder: Path) -> None:
-        """Measure the running mean, and keep it if it is the best so far."""
+        """Measure the running mean, and keep it."""
         own = self.averaged()
         figures = validation.figures(self.model, self.texts)
         line = json.dumps({"step": self.step, **figures})
@@ -413,7 +413,7 @@ class Training:
         """Go on from the folder's checkpoint, if there is one, until steps or minutes are over."""
         folder.mkdir(parents=True, exist_ok=True)
         checkpoint = folder / "checkpoint.pt"
-        validation = Validation(self.pool)
+        validation = Validation(self.pool) if self.pool.validation else None
         if checkpoint.exists():
             self.load(checkpoint)
             print(f"going on from step {self.step}", flush=True)
@@ -433,9 +433,10 @@ class Training:
             if self.step % self.config["save_every"] == 0:
                 self.save(checkpoint)
                 self.teacher.refresh()
-            if self.step % self.config["validate_every"] == 0:
+            if self.step % self.config["validate_every"] == 0 and validation is not None:
                 self.validate(validation, folder)
         self.save(checkpoint)
+        torch.save(self.mean, folder / "mean.pt")
 
 
 def main() -> None:
