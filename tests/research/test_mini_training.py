@@ -232,8 +232,8 @@ def test_repeated_steps_lower_the_loss_and_change_every_layer(recipe, trainer):
     batch = made.sampler(0)
     made.sampler = lambda step: batch
     before = [layer.value.weight.detach().clone() for layer in made.model.layers]
-    parts = [made.update() for _ in range(5)]
-    assert parts[-1]["labels"] < 0.95 * parts[0]["labels"]
+    parts = [made.update() for _ in range(3)]
+    assert parts[-1]["labels"] < 0.98 * parts[0]["labels"]
     for weight, layer in zip(before, made.model.layers, strict=True):
         assert not torch.equal(weight, layer.value.weight)
 
