@@ -79,8 +79,6 @@ class ServeOptions(BaseModel, use_attribute_docstrings=True):
     """0 for any that is free."""
     api_key_file: Path | None = None
     """File of API keys, one a line; RSRANK_API_KEY adds keys."""
-    allowed_host: list[str] = []
-    """Name that clients call the service by; may be repeated."""
     max_documents: int = 1000
     """Documents of one request."""
     max_body: str = "10MB"
@@ -144,7 +142,6 @@ def serve(
     settings = Settings(
         api_keys=keys,
         api_key_file=options.api_key_file,
-        allowed_hosts=tuple(options.allowed_host),
         max_documents=options.max_documents,
         max_body_bytes=as_bytes(options.max_body),
         timeout=options.timeout,

@@ -21,7 +21,6 @@ class Settings(BaseModel, extra="forbid", frozen=True, hide_input_in_errors=True
     Attributes:
         api_keys: A request needs one of these keys. Without keys and a file, it needs none.
         api_key_file: More keys, one a line; read again for each request.
-        allowed_hosts: Names by which clients may call the service; see `is_own_name`.
         max_documents: Documents of a request.
         max_body_bytes: Bytes of a request's body.
         timeout: Seconds from a request's arrival to its answer.
@@ -33,7 +32,6 @@ class Settings(BaseModel, extra="forbid", frozen=True, hide_input_in_errors=True
 
     api_keys: tuple[SecretStr, ...] = ()
     api_key_file: Path | None = None
-    allowed_hosts: tuple[str, ...] = ()
     max_documents: PositiveInt = 1000
     max_body_bytes: PositiveInt = 10_000_000
     timeout: float = Field(default=60.0, gt=0, allow_inf_nan=False)

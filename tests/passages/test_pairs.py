@@ -22,6 +22,7 @@ from rsrank_rag import Reranker, RSRank, Template
 from rsrank_rag.errors import InputError, ScoringError
 from rsrank_rag.language_model.options import LoadOptions
 from rsrank_rag.reranker import BLANK_SCORE, Pair, Scored
+from rsrank_rag.rsrank import ATTENDED_PER_TOKEN
 
 EXACT = 1e-4  # fp32: rounding alone
 # Shorter than a sliding window: a document outside the window shifts nothing.
@@ -128,35 +129,31 @@ def test_queries_of_like_length_share_one_run_with_a_row_without_a_document_for_
     assert sorted(runs) == [(1, 1 + 1), (2, 6 + 2)]
 
 
-def test_the_tokens_to_run_are_counted_and_counting_changes_no_score(ranker):
-    pairs = [Pair(QUERY, "Bees see blue."), Pair("Who?", "A text. " * 300), Pair(QUERY, "Why?")]
+def test_a_pair_costs_its_tokens_and_the_attention_of_its_query(ranker):
+    pairs = [Pair(QUERY, "Bees see blue."), Pair("Who? " * 40, "A text. " * 300)]
     pairs.append(replace(pairs[1], max_tokens=7))
-    counts = ranker.token_costs(pairs)
+    costs = ranker.token_costs(pairs)
     counted = ranker.score_pairs(pairs)
-    assert counts == [one.tokens for one in counted]
+    for pair, cost, one in zip(pairs, costs, counted, strict=True):
+        query = len(ranker.prompts.query(pair.query).ids)
+        assert cost == one.tokens + query * one.tokens // ATTENDED_PER_TOKEN
     for one, other in zip(counted, ranker.score_pairs(pairs), strict=True):
         assert one.score == pytest.approx(other.score, abs=1e-5)
 
 
-def test_copies_of_a_pair_cost_almost_nothing_because_they_are_not_run(ranker, runs):
-    # Otherwise a request with copies would make the model seem faster than it is.
-    pair = Pair(QUERY, DOCUMENTS[0])
-    other = replace(pair, query="Who?")
-    full = ranker.token_costs([pair, other])
-    assert ranker.token_costs([pair, pair, other, pair]) == [full[0], 1, full[1], 1]
-    ranker.score_pairs([pair] * 50)
+def test_copies_of_a_pair_are_not_run(ranker, runs):
+    ranker.score_pairs([Pair(QUERY, DOCUMENTS[0])] * 50)
     assert runs == [(1, 1 + 1)]
 
 
-def test_a_cached_document_costs_the_query_and_a_part_of_its_length():
+def test_a_cached_document_costs_the_query_and_its_attention():
     ranker = RSRank.from_pretrained("mini", device="cpu", prefix_cache="64MB")
-    short = Pair(QUERY, "A text.")
-    long = replace(short, document="A text. " * 30)
-    before = ranker.token_costs([short, long])
-    ranker.score_pairs([short, long])
-    cached = ranker.token_costs([short, long])
+    pairs = [Pair(QUERY, "A text."), Pair(QUERY, "A text. " * 30)]
+    before = ranker.token_costs(pairs)
+    tokens = [one.tokens for one in ranker.score_pairs(pairs)]
     query = len(ranker.prompts.query(QUERY).ids)
-    assert query <= cached[0] < cached[1] < before[1] / 4
+    for full, cached, length in zip(before, ranker.token_costs(pairs), tokens, strict=True):
+        assert cached == full - (length - query)
 
 
 def test_results_say_what_was_read(ranker):
