@@ -12,7 +12,7 @@ CLIENTS_langchain := langchain-cohere langchain-community infinity-client langch
 CLIENTS_llama := $(addprefix llama-index-postprocessor-,cohere-rerank jinaai-rerank tei-rerank nvidia-rerank \
 	siliconflow-rerank xinference-rerank)
 CLIENTS_newest := 'cohere>=7' xinference-client
-BASE := '.[langchain,llama-index,serve]'
+BASE := '.[langchain,llama-index,serve,eval]'
 
 # The tests of `make test`, with the lines and branches that none of them runs.
 coverage: $(VENV)/.installed-dev

@@ -108,9 +108,7 @@ def prefixes(cases: int, seed: int) -> Counter[str]:
     """Damage to files of kept prefixes."""
     found: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as folder:
-        ranker = RSRank.from_pretrained(
-            "mini", prefix_cache={"device": 0, "folder": folder}, dtype="float32"
-        )
+        ranker = RSRank.from_pretrained("mini", cache_folder=folder, dtype="float32")
         ranker.score(QUERY, TEXTS)
         expected = ranker.score(QUERY, TEXTS)
         files = {path: path.read_bytes() for path in Path(folder).rglob("*.prefix")}
@@ -119,6 +117,7 @@ def prefixes(cases: int, seed: int) -> Counter[str]:
             path, other = rng.sample(sorted(files), 2)
             path.write_bytes(damage(files[path], rng, files[other]))
             before = ranker.stats()
+            ranker.cache.tiers.clear()
             try:
                 scores = ranker.score(QUERY, TEXTS)
             except Exception as error:  # what must not happen is what is looked for

@@ -50,7 +50,7 @@ def systems(ranker: RSRank, query: str, documents: list[str], keep: int) -> list
         ranker.prompts.query(query).ids
     )
     rows = max(1, ranker.token_budget // tokens)  # as many padded tokens at once as ours
-    kept = RSRank(core, ranker.prompts, ranker.projection, ranker.config, prefix_cache=keep)
+    kept = RSRank(core, ranker.prompts, ranker.projection, ranker.config, cache_size=keep)
     own = model.config.get_text_config()._attn_implementation
 
     def attend(name: str) -> Callable[[], None]:
@@ -170,7 +170,7 @@ def paper_table(ranker: RSRank, turns: int) -> list[dict[str, Any]]:
             with batches.attempt():
                 batch(some)
 
-    kept = RSRank(core, ranker.prompts, ranker.projection, ranker.config, prefix_cache=10**11)
+    kept = RSRank(core, ranker.prompts, ranker.projection, ranker.config, cache_size=10**11)
     found = measure(
         [
             System("100 forwards", lambda: forward(alone=False)),

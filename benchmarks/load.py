@@ -315,7 +315,7 @@ def cross_encoder() -> Iterator[str]:
     """A cross-encoder of mini's size with random weights, as a model name for `rsrank serve`."""
     from transformers import AutoModelForSequenceClassification
 
-    ranker = RSRank.from_pretrained("mini", runtime="torch", prefix_cache=False)
+    ranker = RSRank.from_pretrained("mini", runtime="torch", cache_size=0)
     base = ranker.backbone.model.config
     config = type(base).from_dict(
         {**base.to_dict(), "id2label": {0: "relevant"}, "label2id": {"relevant": 0}}
@@ -596,7 +596,7 @@ def disk(options: argparse.Namespace) -> None:
                 f"No file system of one megabyte could be made: {done.stderr.decode().strip()}"
             )
         try:
-            with Server("mini", *chosen(options), "--prefixes", folder) as server:
+            with Server("mini", *chosen(options), "--cache-folder", folder) as server:
                 record = asyncio.run(
                     closed_loop(server.url, traffic, options.clients[-1], options.seconds)
                 )

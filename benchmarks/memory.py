@@ -34,7 +34,7 @@ def run(batches: int, cache_bytes: int) -> list[float]:
     """Megabytes after each batch, and at last after glibc has given back what is free."""
     from rsrank_rag import RSRank
 
-    ranker = RSRank.from_pretrained("mini", device="cpu", prefix_cache=cache_bytes or False)
+    ranker = RSRank.from_pretrained("mini", device="cpu", cache_size=cache_bytes)
     # `workload` has words, too, but imports torch.
     words = Path(__file__).read_text("utf-8").split()
     draw = random.Random(0)

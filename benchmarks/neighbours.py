@@ -28,7 +28,7 @@ import torch
 from rsrank_rag import RSRank
 from benchmarks.workload import QUERY, passages
 if {threads}: torch.set_num_threads({threads})
-ranker = RSRank.from_pretrained("mini", runtime="torch", prefix_cache=False)
+ranker = RSRank.from_pretrained("mini", runtime="torch", cache_size=0)
 documents = passages({documents}, {words})
 ranker.score(QUERY, documents)
 print("ready", flush=True)

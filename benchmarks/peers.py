@@ -139,10 +139,10 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     torch.set_num_threads(options.threads)
     documents, threads = passages(options.documents, options.words), options.threads
     ranker, exact = (
-        RSRank.from_pretrained("mini", runtime="onnx", dtype=dtype, prefix_cache=4 * 10**9)
+        RSRank.from_pretrained("mini", runtime="onnx", dtype=dtype, cache_size=4 * 10**9)
         for dtype in ("int8", "float32")
     )
-    on_torch = RSRank.from_pretrained("mini", runtime="torch", dtype="float32", prefix_cache=False)
+    on_torch = RSRank.from_pretrained("mini", runtime="torch", dtype="float32", cache_size=0)
     tokenizer: Any = on_torch.prompts.tokenizer
     (counted,) = measure(
         [System("on torch", lambda: on_torch.score(QUERY, documents))], turns=0, memory=False

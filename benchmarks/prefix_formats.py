@@ -78,7 +78,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=20, help="queries of each file")
     options = parser.parse_args()
     ranker = RSRank.from_pretrained(
-        options.model, runtime="torch", device="cpu", dtype="float32", prefix_cache=False
+        options.model, runtime="torch", device="cpu", dtype="float32", cache_size=0
     )
     queries = [query for path in options.data for query in read_labelled(path)[: options.limit]]
 

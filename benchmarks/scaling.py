@@ -43,7 +43,7 @@ def point(
 def sweep(ranker: RSRank, options: argparse.Namespace) -> Sweep:
     """All four sweeps."""
     core, budget, threads = ranker.backbone, ranker.token_budget, torch.get_num_threads()
-    kept = RSRank(core, ranker.prompts, ranker.projection, ranker.config, prefix_cache=options.keep)
+    kept = RSRank(core, ranker.prompts, ranker.projection, ranker.config, cache_size=options.keep)
     count, words = (
         options.documents[len(options.documents) // 2],
         options.words[len(options.words) // 2],

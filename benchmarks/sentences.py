@@ -341,7 +341,7 @@ def main() -> None:
     options = parser.parse_args()
     ranker = RSRank.from_pretrained(options.model, device="cpu")
     cold = RSRank.from_pretrained(
-        options.model, device="cpu", prefix_cache=False
+        options.model, device="cpu", cache_size=0
     )  # the others keep nothing either
     files = [options.data / f"{name}.sentence.jsonl.gz" for name in SETS]
     found = {"model": options.model, "sentences": measure_sentences(cold, files, options.queries)}

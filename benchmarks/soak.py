@@ -237,7 +237,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=4)
     options = parser.parse_args()
     # A small cache is full after minutes. From then on, memory must not grow.
-    settings = ["--timeout", str(options.timeout), "--prefix-cache", "256MB"]
+    settings = ["--timeout", str(options.timeout), "--cache-size", "256MB"]
     made = Server("mini", *chosen(options), *settings)
     made.popen = {"env": {**os.environ, "RSRANK_API_KEY": "polite,rude"}}
     with made as server:

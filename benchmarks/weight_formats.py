@@ -64,7 +64,7 @@ def main() -> None:
 
     def measure(how: dict[str, Any], change: Any) -> tuple[Tensor, float, float]:
         """Scores, and nDCG@5 and F1 at zero as means over the files."""
-        loading = {"device": "cpu", "dtype": "float32", "prefix_cache": False, **how}
+        loading = {"device": "cpu", "dtype": "float32", "cache_size": 0, **how}
         loading["backbone"] = options.backbone
         if loading["dtype"] == "float32":
             # Weights are changed in torch's model.

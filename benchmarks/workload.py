@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity, normalize
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
-from rsrank_rag import Projection, RSRank, Template
+from rsrank_rag import RSRank, Template
 from rsrank_rag.language_model.fusion import layers_of
 from rsrank_rag.language_model.options import LoadOptions
 from rsrank_rag.method.formula import (
@@ -29,6 +29,7 @@ from rsrank_rag.method.formula import (
     shift_terms,
     similarity_windows,
 )
+from rsrank_rag.method.projection import Projection
 from rsrank_rag.method.scoring import of_layer
 
 WORDS = """
@@ -114,7 +115,7 @@ def load(
             runtime="torch",
             device=device,
             dtype=dtype,
-            prefix_cache=False,
+            cache_size=0,
             **WEIGHTS[weights],
         )
     shape = {
@@ -135,9 +136,7 @@ def load(
         tokenizer().save_pretrained(folder)
         projection = Projection.random(range(1, config.num_hidden_layers), heads, width // 2, width)
         ranker = RSRank.from_backbone(folder, projection, template=TEMPLATE, options=options)
-    return RSRank(
-        ranker.backbone, ranker.prompts, ranker.projection, ranker.config, prefix_cache=False
-    )
+    return RSRank(ranker.backbone, ranker.prompts, ranker.projection, ranker.config, cache_size=0)
 
 
 def keep_share(ranker: RSRank, documents: list[str], share: float, query: str = QUERY) -> None:

@@ -4,18 +4,14 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from .errors import needs_torch
-
 if TYPE_CHECKING:
     from .artifact.config import TrainingRecord
     from .errors import RSRankError
     from .langchain import RSRankCompressor, RSRankRetriever
     from .language_model.options import LoadOptions
     from .llama_index import RSRankPostprocessor
-    from .method.projection import Projection
     from .method.template import Template
     from .passages.explanation import Explanation
-    from .prefixes.settings import PrefixCache
     from .remote.client import RemoteReranker
     from .reranker import Fallback, Pair, RankedDocument, RankResult, Reranker, Rule, Scored
     from .rsrank import RSRank
@@ -27,8 +23,6 @@ _HOME = {
     "Fallback": "reranker",
     "LoadOptions": "language_model.options",
     "Pair": "reranker",
-    "PrefixCache": "prefixes.settings",
-    "Projection": "method.projection",
     "RSRank": "rsrank",
     "RSRankCompressor": "langchain",
     "RSRankError": "errors",
@@ -45,14 +39,12 @@ _HOME = {
 }
 
 # Adapters are listed only where their frameworks are installed, because `from rsrank_rag import *`
-# has to work without them.
+# and `inspect.getmembers` have to work without them.
 __all__ = [
     "Explanation",
     "Fallback",
     "LoadOptions",
     "Pair",
-    "PrefixCache",
-    "Projection",
     "RSRank",
     "RSRankError",
     "RankResult",
@@ -72,12 +64,11 @@ if find_spec("llama_index"):
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used: torch takes seconds."""
+    """Import a public name when it is first used."""
     if name in _HOME:
-        with needs_torch():
-            return getattr(import_module(f".{_HOME[name]}", __name__), name)
+        return getattr(import_module(f".{_HOME[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME})
+    return sorted({*globals(), *__all__})

@@ -11,9 +11,6 @@ from typing import Any
 
 from pydantic import ValidationError
 
-# pip installs from here, because the package index does not have this package.
-REPOSITORY = "git+https://github.com/rsrank/rsrank-rag"
-
 
 class RSRankError(Exception):
     """Base class. The message says what was asked, what was found and what to do."""
@@ -137,14 +134,13 @@ class MissingDependencyError(RSRankError, ImportError):
 
     def __init__(self, message: str, extra: str = "") -> None:
         if extra:
-            message += f" Install with: {pip_install(extra)}"
+            message += f" Install with: {pip_install(extra)}."
         super().__init__(message)
 
 
-def pip_install(extra: str = "") -> str:
-    """The command that installs or upgrades this package, with one of its extras."""
-    extras = f"[{extra}]" if extra else ""
-    return f"pip install -U 'rsrank-rag{extras} @ {REPOSITORY}'"
+def pip_install(extra: str) -> str:
+    """The command that installs one of the extras, as the README says it."""
+    return f"pip install '.[{extra}]' (in a clone)"
 
 
 def required(module: str, message: str, extra: str) -> Any:

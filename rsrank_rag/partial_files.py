@@ -24,11 +24,11 @@ def is_stale(partial: Path) -> bool:
 
 
 def remove_stale(folder: Path) -> None:
-    """Remove partial files that killed writers have left in a folder and in folders below it.
+    """Remove partial files that killed writers have left in a folder.
 
     Only names as `appearing` writes them count, because the folder may hold other files.
     """
-    for partial in folder.rglob(f"*.{'[0-9a-f]' * 32}.partial"):
+    for partial in folder.glob(f".{'[0-9a-f]' * 32}.partial"):
         if is_stale(partial):
             with suppress(OSError):
                 partial.unlink()
@@ -40,8 +40,8 @@ def appearing(path: Path) -> Iterator[Path]:
 
     If the block fails, the partial file is removed, so that a full disk is not filled further.
     """
-    # No other writer uses this name.
-    partial = path.with_suffix(f".{uuid4().hex}.partial")
+    # No other writer uses this name. It is short, because the file's own may be as long as can be.
+    partial = path.with_name(f".{uuid4().hex}.partial")
     try:
         yield partial
         partial.replace(path)

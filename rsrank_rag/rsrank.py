@@ -3,11 +3,11 @@
 import logging
 import math
 from collections.abc import Iterator, Sequence
-from copy import copy
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 from tqdm.auto import tqdm
@@ -33,7 +33,7 @@ from .method.template import PromptTokenizer, TokenisedDocument, TokenisedQuery
 from .passages.explanation import Explanation
 from .passages.parts import Span, stripped
 from .prefixes.cache import CachedPrefixes, PrefixTiers, check_room
-from .prefixes.settings import Choice, as_prefix_cache
+from .prefixes.settings import cache_settings
 from .reranker import (
     BLANK_SCORE,
     Pair,
@@ -104,7 +104,8 @@ class RSRank(Pretrained, Reranker):
         projection: B and its optional weights.
         config: The artifact's config.
         token_budget: As in `from_pretrained`.
-        prefix_cache: As in `from_pretrained`.
+        cache_size: As in `from_pretrained`.
+        cache_folder: As in `from_pretrained`.
         deterministic: As in `from_pretrained`.
 
     Raises:
@@ -122,7 +123,8 @@ class RSRank(Pretrained, Reranker):
         config: RSRankConfig,
         *,
         token_budget: int | None = None,
-        prefix_cache: Choice = True,
+        cache_size: int | str | None = None,
+        cache_folder: str | Path | None = None,
         deterministic: bool = False,
     ) -> None:
         if token_budget is not None:
@@ -136,11 +138,11 @@ class RSRank(Pretrained, Reranker):
         self.max_gap = config.max_gap
         self.fallback = config.fallback
         self.labelled_data = config.training.data
-        settings = as_prefix_cache(prefix_cache)
-        tiers = PrefixTiers(settings, device=backbone.device, dtype=backbone.dtype)
+        settings = cache_settings(cache_size, cache_folder)
+        tiers = PrefixTiers.of(settings, device=backbone.device, dtype=backbone.dtype)
         # Only a folder can hold prefixes of other models. Without one, the weights are not hashed.
         identity = prefix_identity(backbone, config) if tiers.disk is not None else {}
-        self.cache = CachedPrefixes(identity, tiers, "" if settings is None else settings.salt)
+        self.cache = CachedPrefixes(identity, tiers)
         self.reader = ShiftReader(backbone, prompts, config.layers, self.cache)
         self.token_budget = token_budget or token_budget_for(backbone.device)
         if deterministic:
@@ -154,6 +156,21 @@ class RSRank(Pretrained, Reranker):
         return (
             f"RSRank({self.name!r}, device='{self.backbone.device}', dtype={dtype}, "
             f"rule='{self.native_rule}')"
+        )
+
+    def __copy__(self) -> Self:
+        """A ranker that shares the model, B and the cached prefixes."""
+        view = object.__new__(type(self))
+        vars(view).update(vars(self))
+        return view
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
+        return self.__copy__()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "An RSRank cannot be pickled. Pickle a function that loads it, such as "
+            "functools.partial(RSRank.from_pretrained, NAME)."
         )
 
     def score(self, query: str, documents: Sequence[str]) -> list[float]:
@@ -339,7 +356,7 @@ class RSRank(Pretrained, Reranker):
 
     def with_salt(self, salt: str) -> Self:
         """See `Reranker.with_salt`. The ranker shares the model and B."""
-        view = copy(self)
+        view = self.__copy__()
         view.cache = self.cache.with_salt(salt)
         view.reader = replace(self.reader, cache=view.cache)
         return view
@@ -360,7 +377,7 @@ class RSRank(Pretrained, Reranker):
         disk = self.cache.tiers.disk
         if disk is None:
             raise InputError(
-                "There is no folder for prefixes. Load the model with prefix_cache=FOLDER."
+                "There is no folder for prefixes. Load the model with cache_folder=FOLDER."
             )
         # Token ids, with their first position.
         positions: dict[Ids, int] = {}

@@ -17,9 +17,10 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from rsrank_rag import Projection, Reranker, RSRank, Template
+from rsrank_rag import Reranker, RSRank, Template
 from rsrank_rag.artifact import hub
 from rsrank_rag.language_model.options import LoadOptions
+from rsrank_rag.method.projection import Projection
 from rsrank_rag.prefixes.cache import CachedPrefixes, PrefixTiers
 
 # They run where torch is not installed.
@@ -254,7 +255,7 @@ def load_ranker(folder: Path, kind: str, **options: object) -> RSRank:
 def unkept(ranker: RSRank) -> RSRank:
     """The ranker without a prefix cache: tests are about what it computes."""
     core = ranker.backbone
-    ranker.cache = CachedPrefixes({}, PrefixTiers(None, device=core.device, dtype=core.dtype))
+    ranker.cache = CachedPrefixes({}, PrefixTiers(0, device=core.device, dtype=core.dtype))
     ranker.reader.cache = ranker.cache
     return ranker
 

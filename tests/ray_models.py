@@ -23,18 +23,5 @@ class Lengths(Reranker):
         return [float(len(text) - 1000 * len(query)) for text in documents]
 
 
-class Assassin(Lengths):
-    """At "kill the driver", kills the process that asked for the work."""
-
-    def __init__(self, driver):
-        super().__init__()
-        self.driver = driver
-
-    def score(self, query, documents):
-        if "kill the driver" in documents:
-            os.kill(self.driver, signal.SIGKILL)
-        return super().score(query, documents)
-
-
 def refuse():
     raise ArtifactError("There is no such artifact.")

@@ -22,7 +22,7 @@ MARGIN = 0.2
 
 @pytest.fixture(scope="module")
 def mini():
-    return RSRank.from_pretrained(device="cpu", prefix_cache=False)
+    return RSRank.from_pretrained(device="cpu", cache_size=0)
 
 
 def served(text, relevant):

@@ -1,9 +1,11 @@
 """The whole reranker on tiny models: scores, bad input, memory, threads, quantisation."""
 
+import copy
 import itertools
 import json
 import math
 import os
+import pickle
 import subprocess
 import sys
 import textwrap
@@ -27,10 +29,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModel
 
-from rsrank_rag import Explanation, Projection, RSRank
+from rsrank_rag import Explanation, RSRank
 from rsrank_rag.errors import BackboneError, InputError, MissingDependencyError, ScoringError
 from rsrank_rag.language_model.options import LoadOptions
 from rsrank_rag.method.batches import TOKEN_BUDGET, Batches
+from rsrank_rag.method.projection import Projection
 from rsrank_rag.reranker import BLANK_SCORE, Pair
 
 # `score_pairs` reads the clock from here.
@@ -61,7 +64,7 @@ STORIES_QUERIES = ["What did Lily throw to her dog?", "Why was Tom sad?"]
 def budgeted(ranker, budget):
     """The same ranker with another token budget."""
     parts = (ranker.backbone, ranker.prompts, ranker.projection, ranker.config)
-    return RSRank(*parts, token_budget=budget, prefix_cache=False)
+    return RSRank(*parts, token_budget=budget, cache_size=0)
 
 
 def all_scores(ranker, queries=QUERIES, documents=DOCUMENTS):
@@ -523,7 +526,8 @@ LIMITED = """
     import json, logging, resource, sys
     import torch
     from transformers import LlamaConfig, LlamaModel, PreTrainedTokenizerFast
-    from rsrank_rag import Projection, RSRank, Template
+    from rsrank_rag import RSRank, Template
+    from rsrank_rag.method.projection import Projection
     from rsrank_rag.errors import ScoringError
     from rsrank_rag.language_model.options import LoadOptions
 
@@ -905,3 +909,27 @@ def test_a_call_that_takes_long_says_once_how_far_it_is(ranker, monkeypatch, cap
     (record,) = caplog.records
     assert f"1 of {len(texts)} texts are scored after 10 seconds" in record.message
     assert "max_characters" in record.message
+
+
+def test_a_rule_that_is_set_is_saved_and_its_threshold_must_be_a_number(tiny_folder, tmp_path):
+    own = load_ranker(tiny_folder("qwen3"), "qwen3")
+    own.threshold = 1
+    own.max_gap = 2.5
+    own.save_pretrained(tmp_path)
+    again = RSRank.from_pretrained(tmp_path, device="cpu", dtype="float32")
+    assert (again.threshold, again.max_gap) == (1.0, 2.5)
+    for value in (None, "native", math.nan, math.inf):
+        own.threshold = value
+        with pytest.raises(InputError, match="threshold"):
+            own.save_pretrained(tmp_path)
+
+
+def test_copies_share_the_model_and_pickling_names_what_to_pickle_instead(ranker):
+    for made in (copy.copy(ranker), copy.deepcopy(ranker)):
+        assert made is not ranker
+        assert made.backbone is ranker.backbone
+        assert made.score(QUERY, DOCUMENTS) == pytest.approx(
+            ranker.score(QUERY, DOCUMENTS), abs=EXACT
+        )
+    with pytest.raises(TypeError, match=r"Pickle a function that loads it, such as .*partial"):
+        pickle.dumps(ranker)

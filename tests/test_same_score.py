@@ -84,12 +84,12 @@ def load(dtype, mini_in_windows):
 
 @pytest.fixture(scope="module")
 def deterministic(load):
-    return load(prefix_cache=False, deterministic=True)
+    return load(cache_size=0, deterministic=True)
 
 
 @pytest.fixture(scope="module")
 def default(load):
-    return load(prefix_cache=False)
+    return load(cache_size=0)
 
 
 @example
@@ -113,8 +113,8 @@ def test_in_deterministic_mode_neighbours_and_order_change_no_bit(
 def test_in_deterministic_mode_a_cached_prefix_changes_no_bit(
     deterministic, load, tmp_path, on_disk
 ):
-    cache = str(tmp_path) if on_disk else "64MB"
-    ranker = load(prefix_cache=cache, deterministic=True)
+    cache = {"cache_folder": tmp_path} if on_disk else {"cache_size": "64MB"}
+    ranker = load(**cache, deterministic=True)
     documents = [text(words, words) for words in (3, 150, 175, 237, 420)]
     cold = [ranker.score(QUERIES[0], [document])[0] for document in documents]
     if not on_disk:
@@ -125,7 +125,7 @@ def test_in_deterministic_mode_a_cached_prefix_changes_no_bit(
     ranker.cache.tiers.clear()
     assert ranker.score(QUERIES[0], documents[::-1]) == cold[::-1]
     if on_disk:
-        again = load(prefix_cache=cache, deterministic=True)
+        again = load(**cache, deterministic=True)
         assert again.score(QUERIES[0], documents) == cold
         assert again.stats()["disk_hits"] == len(documents)
 

@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 from conftest import DOCUMENTS, QUERY
 
-import rsrank_rag
 from rsrank_rag import RSRank
-from rsrank_rag.errors import REPOSITORY, MissingDependencyError, pip_install
+from rsrank_rag.errors import MissingDependencyError, needs_torch, pip_install
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -43,21 +42,24 @@ def test_what_the_package_requires_brings_no_torch_and_the_extra_lm_does():
     assert not names & lm
 
 
-def test_pip_commands_name_the_repository_of_the_project():
-    assert f"git+{PROJECT['urls']['Homepage']}" == REPOSITORY
+@pytest.mark.parametrize("extra", ["eval", "lm", "plots", "serve", "systems", "train"])
+def test_pip_commands_are_those_of_the_readme_and_name_extras_that_exist(extra):
+    assert pip_install(extra).startswith(f"pip install '.[{extra}]'")
+    assert "pip install '.[langchain" in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert extra in PROJECT["optional-dependencies"]
+
+
+def test_the_extra_for_evaluation_brings_no_torch():
+    names = {line.partition(">")[0] for line in PROJECT["optional-dependencies"]["eval"]}
+    assert names == {"ir-measures", "bm25s"}
 
 
 @pytest.mark.parametrize("missing", ["torch", "transformers.utils"])
-def test_where_torch_is_missing_the_pip_command_is_named(monkeypatch, missing):
-    def gone(*_):
+def test_where_torch_is_missing_the_pip_command_is_named(missing):
+    with pytest.raises(MissingDependencyError, match=re.escape(pip_install("lm"))), needs_torch():
         raise ModuleNotFoundError("gone", name=missing)
-
-    monkeypatch.setattr(rsrank_rag, "import_module", gone)
-    with pytest.raises(MissingDependencyError, match=re.escape(pip_install("lm"))):
-        rsrank_rag.Projection  # noqa: B018
-    missing = "somebody_elses"
-    with pytest.raises(ModuleNotFoundError, match="gone"):
-        rsrank_rag.Projection  # noqa: B018
+    with pytest.raises(ModuleNotFoundError, match="gone"), needs_torch():
+        raise ModuleNotFoundError("gone", name="somebody_elses")
 
 
 @needs_base

@@ -13,7 +13,7 @@ import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
-for name in ("torch", "transformers", "accelerate", "onnx", "scipy"):
+for name in ("torch", "transformers", "accelerate", "onnx"):
     assert find_spec(name) is None, f"{name} is installed"
 
 from langchain_core.documents import Document
@@ -53,14 +53,20 @@ with tempfile.TemporaryDirectory() as folder:
     documents = Path(folder, "texts.txt")
     documents.write_text("\n".join(texts), encoding="utf-8")
     prefixes = str(Path(folder, "prefixes"))
-    run("index", "--documents", str(documents), "--prefixes", prefixes)
-    scores.append(RSRank.from_pretrained(prefix_cache=prefixes).score(query, texts))
+    run("index", "--documents", str(documents), "--cache-folder", prefixes)
+    scores.append(RSRank.from_pretrained(cache_folder=prefixes).score(query, texts))
     run("rank", "--query", query, "--documents", str(documents))
     run("explain", "--query", query, "--document", texts[0])
     assert "Backbone: `./backbone`" in run("info", "mini")
     pairs = [json.dumps({"query": query, "document": text}) for text in texts]
-    Path(folder, "pairs.jsonl").write_text("\n".join(pairs), encoding="utf-8")
-    run("score", "--input", str(Path(folder, "pairs.jsonl")), "--output", str(Path(folder, "out")))
+    source = Path(folder, "pairs.jsonl")
+    source.write_text("\n".join(pairs), encoding="utf-8")
+    run("score", "--input", str(source), "--output", str(Path(folder, "out.jsonl")))
+
+with tempfile.TemporaryDirectory() as folder:
+    labelled = ("--data", "examples/labelled.jsonl")
+    assert json.loads(run("evaluate", *labelled, "-m", "mini", "-m", "bm25", "--json"))
+    run("tune", *labelled, "--output", str(Path(folder, "tuned")), "--recall", "0.5", "--force")
 
 with socket.socket() as free:
     free.bind(("127.0.0.1", 0))
@@ -75,7 +81,7 @@ finally:
 
 with tempfile.TemporaryDirectory() as folder:
     ranker.save_pretrained(folder, include_backbone=True)
-    scores.append(RSRank.from_pretrained(folder, prefix_cache=False).score(query, texts))
+    scores.append(RSRank.from_pretrained(folder, cache_size=0).score(query, texts))
 
 try:
     RSRank.from_pretrained(runtime="torch")
@@ -90,5 +96,5 @@ training = subprocess.run(
     cwd=root,
 )
 assert training.returncode == 1
-assert "rsrank-rag[" in training.stderr.replace("\n", ""), training.stderr
+assert pip_install("train") in training.stderr, training.stderr
 print(json.dumps(scores))

@@ -18,9 +18,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, BertModel
 
-from rsrank_rag import Fallback, Projection, RSRank, Template
+from rsrank_rag import Fallback, RSRank, Template
 from rsrank_rag.artifact.config import TrainingRecord
 from rsrank_rag.language_model.options import LoadOptions
+from rsrank_rag.method.projection import Projection
 
 TEMPLATE = Template(instruction="[CLS]", separator="[SEP]", query_start="[CLS]", suffix="[SEP]")
 SMALL = ("projection", "shift_weight", "agreement")
@@ -81,7 +82,7 @@ def convert(source: Path, folder: Path, start: Path) -> None:
 
 def check(folder: Path, reference: Path) -> float:
     """Largest difference between the artifact's scores and the recipe's own, in float32."""
-    ranker = RSRank.from_pretrained(folder, device="cpu", dtype="float32", prefix_cache=False)
+    ranker = RSRank.from_pretrained(folder, device="cpu", dtype="float32", cache_size=0)
     largest = 0.0
     for case in json.loads(reference.read_text(encoding="utf-8")):
         found = ranker.score(case["query"], case["documents"])

@@ -17,8 +17,6 @@ from pydantic import (
     Field,
     SecretStr,
     Strict,
-    StrictBool,
-    StrictInt,
     ValidationError,
     field_serializer,
     field_validator,
@@ -32,7 +30,7 @@ from ..language_model.options import LoadSettings, ModelSource, Name
 from ..passages import shadow
 from ..passages.documents import InputDocument
 from ..passages.parts import MAX_CHARACTERS, LongDocuments, Reading
-from ..prefixes.settings import PrefixCache
+from ..prefixes.settings import CacheSettings
 from ..remote.address import service_address, usable_key
 from ..reranker import (
     Fallback,
@@ -73,7 +71,7 @@ class Unranked(RankResult):
     error: Exception
 
 
-class ModelAdapter(LoadSettings):
+class ModelAdapter(LoadSettings, CacheSettings):
     """A framework's object around a model that all objects with the same settings share.
 
     The model is loaded at the first call. With ``base_url``, a service holds the model and nothing
@@ -103,11 +101,6 @@ class ModelAdapter(LoadSettings):
     """Most positions; longer documents are cut."""
     cache_dir: Name | None = None
     """Hub cache folder."""
-    prefix_cache: StrictBool | StrictInt | Name | PrefixCache = Field(
-        default=True, union_mode="left_to_right"
-    )
-    """Cache of documents' prefixes: True, False, a size, a folder or a PrefixCache."""
-
     base_url: Annotated[str, AfterValidator(service_address)] | None = None
     """Address of a service (`rsrank serve`) that holds the model."""
     api_key: Annotated[SecretStr, AfterValidator(usable_key)] | None = Field(
@@ -215,7 +208,8 @@ class ModelAdapter(LoadSettings):
             load=self.load_options(cache_dir=self.cache_dir),
             backbone=self.backbone,
             max_length=self.max_length,
-            prefix_cache=self.prefix_cache,
+            cache_size=self.cache_size,
+            cache_folder=self.cache_folder,
         )
 
     @property

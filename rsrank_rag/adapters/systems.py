@@ -152,8 +152,8 @@ def _check_settings(source: ModelSource) -> None:
         "max_length": source.max_length,
         "token_budget": source.token_budget,
         "deterministic": source.load.deterministic,
-        # True and False are accepted: without a cache, both are as if not given.
-        "prefix_cache": not isinstance(source.prefix_cache, bool),
+        "cache_size": source.cache_size,
+        "cache_folder": source.cache_folder,
     }
     unused = [name for name, value in settings.items() if value]
     if unused:

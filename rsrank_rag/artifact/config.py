@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import BaseModel, Field, ValidationError, model_validator
 from typing_extensions import Self
 
-from ..errors import ArtifactError, pip_install, problems_of
+from ..errors import ArtifactError, problems_of
 from ..method.template import Template
 from ..passages.rule import Fallback, Rule
 
@@ -141,7 +141,7 @@ class RSRankConfig(BaseModel, extra="forbid", frozen=True, ser_json_inf_nan="con
                 f"{source} is not a valid RSRank config: {problems_of(error)}. Is this the folder "
                 "of a language model, damaged, or of a later release? An RSRank artifact holds "
                 "config.json and projection.safetensors, made by RSRank.save_pretrained. Download "
-                f"it again, or upgrade: {pip_install()}"
+                "it again, or upgrade this package."
             ) from None
 
 

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import reprlib
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,8 +15,9 @@ from ..errors import ArtifactError, BackboneError, nearest
 from ..language_model.options import ENCODER_FILES, LoadOptions
 from ..method.arrays import Array, to_numpy
 from ..method.formula import Weights
-from .card import is_hub_id
-from .config import RSRankConfig, content_digest
+from ..partial_files import replacing
+from .card import is_hub_id, model_card
+from .config import INSIDE, RSRankConfig, content_digest
 
 if TYPE_CHECKING:
     from ..method.projection import Projection
@@ -219,6 +221,29 @@ def write_artifact(
     metadata = {"sha256": _digests(config.digest, tensors)}
     (folder / PROJECTION).write_bytes(save(tensors, metadata=metadata))
     (folder / CARD).write_text(card, encoding="utf-8")
+
+
+def write_derived(
+    folder: Path, config: RSRankConfig, projection: "Projection | Weights", base: Path
+) -> None:
+    """Write an artifact that was made from another one, completely or not at all.
+
+    Args:
+        folder: Folder of the new artifact.
+        config: The new config.
+        projection: The weights.
+        base: Folder of the base. Its language model is copied if ``config`` names a model inside
+            the artifact, and its limits are copied if it has a file of limits.
+    """
+    with replacing(folder) as new:
+        write_artifact(new, config, projection, model_card(config))
+        if config.backbone.name == INSIDE:
+            shutil.copytree(base / INSIDE, new / INSIDE)
+        if (base / LIMITS).is_file():
+            shutil.copy(base / LIMITS, new)
+        else:
+            # An earlier artifact may have left its limits.
+            (folder / LIMITS).unlink(missing_ok=True)
 
 
 def reason(error: BaseException) -> str:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import ArtifactError
+from ..language_model.tokenizer_file import largest_id
 from ..method.template import PromptTokenizer, private_copy
 from ..partial_files import digest_of
 from .config import BackboneSpec, RSRankConfig
@@ -44,9 +46,6 @@ DECIDING = (
     "*.safetensors",
     "*.safetensors.index.json",
 )
-
-# Bytes. A larger file would fill the memory.
-LARGEST_TOKENIZER = 200_000_000
 
 _PROBE = (
     "Who wrote it, and when? 1984 naïve façade — 東京 Привет 😀\n\tdef f(x): return x**2 <s>[MASK]"
@@ -150,11 +149,10 @@ def check_files(
 
     Raises:
         ArtifactError: Files are damaged, missing, added, or of another revision, or the tokenizer
-            is larger than `LARGEST_TOKENIZER`.
+            would fill the memory.
     """
-    tokenizer = folder / "tokenizer.json"
-    if tokenizer.is_file() and tokenizer.stat().st_size > LARGEST_TOKENIZER:
-        raise ArtifactError(f"{tokenizer} has more than {LARGEST_TOKENIZER:,} bytes.")
+    if (folder / "tokenizer.json").is_file():
+        largest_id(folder / "tokenizer.json")
     recorded = spec.files
     present = hashes(folder)
     if not recorded:
@@ -179,22 +177,25 @@ def check_files(
 
 
 def check_model(
-    core: Backbone, tokenizer: PreTrainedTokenizerBase, spec: BackboneSpec, source: str
+    sample: Sequence[float],
+    tokenizer: PreTrainedTokenizerBase | Tokenizer,
+    spec: BackboneSpec,
+    source: str,
+    bits: int = 16,
 ) -> None:
     """Compare the tokenizer and the value vectors with those that the artifact was made with.
 
     Args:
-        core: The language model, after its trial run.
+        sample: The language model's `Backbone.sample`.
         tokenizer: Its tokenizer.
         spec: What the artifact recorded.
         source: The folder or Hub id of the language model, for errors.
+        bits: The bits of its weights, a key of `TOLERANCE`.
 
     Raises:
         ArtifactError: The tokenizer splits text differently, or the value vectors differ by more
             than `TOLERANCE`.
     """
-    from ..language_model.weights import bits_of
-
     fingerprint = tokenizer_fingerprint(tokenizer)
     if fingerprint != spec.tokenizer:
         raise ArtifactError(
@@ -202,10 +203,10 @@ def check_model(
             f"made with (fingerprint {fingerprint}, expected {spec.tokenizer}). {ADVICE}"
         )
     difference = math.inf
-    if len(core.sample) == len(spec.values):
+    if len(sample) == len(spec.values):
         # Euclidean, relative to the length of the recorded vector.
-        difference = math.dist(core.sample, spec.values) / math.hypot(*spec.values, 1e-6)
-    if not difference <= TOLERANCE[min(bits_of(core.model), spec.bits)]:
+        difference = math.dist(sample, spec.values) / math.hypot(*spec.values, 1e-6)
+    if not difference <= TOLERANCE[min(bits, spec.bits)]:
         raise ArtifactError(
             f"The weights of {source} are not those of {spec.name} (revision "
             f"{spec.revision or 'not pinned'}) that this artifact was made with: value vectors "

@@ -1,6 +1,8 @@
 """Load, save and publish `RSRank`."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -8,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 from typing_extensions import Self
 
-from ..errors import ArtifactError, needs_torch, problems_of
+from ..errors import ArtifactError, InputError, RSRankError, needs_torch, problems_of
 from ..language_model.options import LoadOptions, ModelSource
 from ..method.template import PromptTokenizer, Template
 from ..partial_files import replacing
-from ..prefixes.settings import Choice
+from ..passages.rule import Fallback
+from ..prefixes.settings import cache_settings
 from . import hub
 from .card import UNNAMED, is_hub_id, model_card
 from .config import INSIDE, BackboneSpec, RSRankConfig, TrainingRecord
@@ -35,6 +38,9 @@ class Pretrained(ABC):
     projection: "Projection | Weights"
     config: RSRankConfig
     name: str
+    threshold: float | None
+    max_gap: float | None
+    fallback: Fallback | None
 
     @abstractmethod
     def __init__(self, *parts: Any, **choices: Any) -> None:
@@ -54,7 +60,8 @@ class Pretrained(ABC):
         load_in_4bit: bool = False,
         max_length: int | None = None,
         token_budget: int | None = None,
-        prefix_cache: Choice = True,
+        cache_size: int | str | None = None,
+        cache_folder: str | Path | None = None,
         deterministic: bool = False,
         local_files_only: bool = False,
         token: str | bool | None = None,
@@ -70,21 +77,26 @@ class Pretrained(ABC):
                 model's own revision.
             backbone: Another place to load the language model from, such as a local copy. The
                 model there is checked.
-            device: ``"cuda"``, ``"cpu"``, ...; None for the best one present.
+            device: ``"cuda"``, ``"cpu"``, ...; None for the CPU where ONNX Runtime runs the model,
+                else the best one present.
             dtype: None for the fastest one: on torch bfloat16 where the device multiplies it, else
                 float32; on ONNX Runtime int8 if the artifact allows it, else float32.
                 ``"int8"``: documents' linear maps are computed in 8 bits, everything else in
                 float32.
-            runtime: ``"torch"`` or ``"onnx"``. None for ONNX Runtime where an encoder of BERT's
-                kind runs on a CPU in int8 or float32, and where torch is not installed.
+            runtime: ``"torch"`` or ``"onnx"``. None for ONNX Runtime where torch is not installed,
+                and for encoders of BERT's kind unless another device or dtype than the CPU, int8
+                or float32 is named.
             load_in_8bit: int8 weights through bitsandbytes (needs the ``8bit`` extra).
             load_in_4bit: nf4 weights through bitsandbytes (needs the ``8bit`` extra).
             max_length: Use at most this many positions; longer documents are cut.
             token_budget: The most padded tokens of documents and queries in one batch; None for a
                 number that suits the device (`TOKEN_BUDGET`).
-            prefix_cache: Where documents' prefixes are cached, so that a document that was scored
-                before is not run again. True for a share of the device's memory, a size such as
-                ``"512MB"``, a folder for memory and disk, a `PrefixCache` or its fields, or False.
+            cache_size: The most bytes of cached documents' prefixes, a number or a text such as
+                ``"512MB"``, so that a document that was scored before is not run again. 0: none.
+                None: 10 GB in a folder, else a share of the device's memory.
+            cache_folder: A folder for prefixes in 8 bits, which later processes use, too. A share
+                of the device's memory, but at most ``cache_size``, holds prefixes in front of it.
+                None: prefixes are cached in memory only.
             deterministic: Give a pair the same bits whatever else is scored: each document runs
                 alone, which is slower.
             local_files_only: Use files on the disk only, never the network.
@@ -118,7 +130,7 @@ class Pretrained(ABC):
             None if backbone is None else str(backbone),
             max_length,
             token_budget,
-            prefix_cache,
+            **cache_settings(cache_size, cache_folder).model_dump(),
         )
         return cls.from_source(source)
 
@@ -140,11 +152,14 @@ class Pretrained(ABC):
         opened: Any = open_on_torch
         if source.load.runtime_for(kind) == "onnx":
             opened = _open_encoder
+        with _defects(source.name):
+            parts = opened(source, folder, config)
         ranker = cls(
-            *opened(source, folder, config),
+            *parts,
             config,
             token_budget=source.token_budget,
-            prefix_cache=source.prefix_cache,
+            cache_size=source.cache_size,
+            cache_folder=source.cache_folder,
             deterministic=source.load.deterministic,
         )
         ranker.name = source.name
@@ -226,20 +241,24 @@ class Pretrained(ABC):
                 that contains its language model is always saved with the language model.
 
         Raises:
+            InputError: ``threshold`` was set to something else than a finite number, or
+                ``max_gap`` or ``fallback`` to something that a config cannot hold.
             OSError: The folder cannot be written.
         """
-        config = self.config
+        config = self._saved_config()
         with replacing(Path(folder)) as new:
             if include_backbone or config.backbone.name == INSIDE:
+                from ..language_model.onnx_runtime import OnnxBackbone
+
                 core: Any = self.backbone
                 num_layers = config.backbone.num_layers
-                if hasattr(core, "model"):
+                if isinstance(core, OnnxBackbone):
+                    core.save(new / INSIDE)
+                else:
                     from ..language_model.loading import save_model
 
                     save_model(core.model, self.prompts.tokenizer, new / INSIDE)
                     num_layers = core.loaded_layers
-                else:
-                    core.save(new / INSIDE)
                 update = {
                     "name": INSIDE,
                     "revision": None,
@@ -249,6 +268,18 @@ class Pretrained(ABC):
                 backbone = config.backbone.model_copy(update=update)
                 config = config.model_copy(update={"backbone": backbone})
             hub.write_artifact(new, config, self.projection, model_card(config))
+
+    def _saved_config(self) -> RSRankConfig:
+        """The config with the rule that is set."""
+        rule = {
+            "threshold": self.threshold,
+            "max_gap": self.max_gap,
+            "fallback": self.fallback,
+        }
+        try:
+            return RSRankConfig.model_validate({**self.config.model_dump(), **rule})
+        except ValidationError as error:
+            raise InputError(f"{problems_of(error)}.") from None
 
     def push_to_hub(
         self,
@@ -306,6 +337,21 @@ class Pretrained(ABC):
                     "(owner/name) and that you are logged in with write access ('hf auth login')."
                 ) from error
         return str(commit.commit_url)
+
+
+@contextmanager
+def _defects(name: str) -> Iterator[None]:
+    """Turn what damaged files raise in the libraries that read them into ArtifactError."""
+    try:
+        yield
+    except (RSRankError, MemoryError, KeyboardInterrupt, SystemExit):
+        raise
+    # The error of code in Rust that panics is no Exception.
+    except BaseException as error:
+        raise ArtifactError(
+            f"{name!r} cannot be loaded ({type(error).__name__}: {error}). If its files are "
+            "damaged, download or copy it again."
+        ) from error
 
 
 def open_on_torch(
@@ -386,6 +432,7 @@ def _open_encoder(
         similarity_window=config.similarity_window,
         calibration=calibration_ids(prompts) if dtype == "int8" else (),
     )
+    check_model(core.sample, tokenizer, spec, str(place))
     return core, prompts, hub.read_weights(folder, config)
 
 
@@ -414,7 +461,7 @@ def open_model(
         fusion_layer=fusion_layer,
     )
     if spec is not None:
-        check_model(core, loaded.tokenizer, spec, name)
+        check_model(core.sample, loaded.tokenizer, spec, name, bits_of(core.model))
     core.similarity_window = similarity_window
     core.identity["bits"] = bits_of(core.model)
     limits = (core.max_length, *max_lengths)

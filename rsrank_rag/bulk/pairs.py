@@ -1,6 +1,6 @@
 """Columns of queries and documents in, columns of scores out.
 
-`PairScorer` is a callable for Ray Data, HF datasets and Spark.
+`PairScorer` is a callable for HF datasets, Spark and the like.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -49,7 +49,7 @@ class PairScorer:
 
     >>> from functools import partial
     >>> from rsrank_rag import RSRank
-    >>> scorer = PairScorer(partial(RSRank.from_pretrained, "mini", prefix_cache=False))
+    >>> scorer = PairScorer(partial(RSRank.from_pretrained, "mini"))
     >>> batch = {"query": ["Which animal gives milk?"], "document": ["A cow gives milk."]}
     >>> scored = scorer(batch)
     >>> scored["kept"], scored["error"]
@@ -118,8 +118,7 @@ class PairScorer:
         except DeviceLostError as error:
             reason = f"its device does not answer any more: {error.__cause__}"
         raise RSRankError(
-            f"{self.name} fails on every pair, even on a simple one ({reason}). Find the cause and "
-            "run the same command again: finished files stay."
+            f"{self.name} fails on every pair, even on a simple one ({reason}). Find the cause."
         )
 
 

@@ -5,6 +5,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from errno import ENOSPC
 from functools import wraps
 from inspect import isclass
 from pathlib import Path
@@ -138,10 +139,14 @@ def catch_errors(resumes: bool = False) -> Iterator[None]:
         _exit(2, str(error))
     except RSRankError as error:
         _exit(1, str(error))
-    # Such as a full disk, or no permission.
+    # The reader of standard output, such as `head`, has ended. click ends the command.
+    except BrokenPipeError:
+        raise
     except (OSError, SafetensorError) as error:
         message = re.sub(r"^.Errno [0-9]+. ", "", str(error)).rstrip(".")
-        _exit(1, f"{message}. {hint}")
+        if isinstance(error, OSError) and error.errno == ENOSPC:
+            message += f". Make room. {hint}"
+        _exit(1, message)
     except KeyboardInterrupt:
         echo(f"Stopped. {hint}", err=True)
         raise click.exceptions.Exit(130) from None

@@ -17,9 +17,9 @@ from ..adapters.systems import parse
 from ..errors import InputError
 from ..language_model.options import LoadOptions, ModelSource
 from ..method.template import clean
-from ..partial_files import digest_of
 from ..passages.explanation import Explanation
 from ..passages.rule import passes
+from ..prefixes.settings import CacheSettings
 from ..reranker import Limits, RankResult
 from .options import (
     PATH,
@@ -44,12 +44,6 @@ if TYPE_CHECKING:
 # Colours of a printed result: documents that are kept begin with +, those that the fallback kept
 # with ~, and dropped ones with -.
 COLORS = {"+": "green", "~": "yellow", "-": "bright_black"}
-
-RESOLVED_PATH = click.Path(path_type=Path, resolve_path=True)
-
-prefixes_option = option(
-    "--prefixes", "-p", type=RESOLVED_PATH, help="Folder that rsrank index has made."
-)
 
 
 def _load(source: ModelSource) -> RSRank:
@@ -113,18 +107,17 @@ def result_text(result: RankResult) -> str:
     type=click.Choice(["sentences"]),
     help="Keep only sentences that score above the threshold.",
 )
-@prefixes_option
 @json_option
 def rank(
     query: str,
     documents: str,
     load: LoadOptions,
+    cache: CacheSettings,
     model: str,
     revision: str | None,
     limits: Limits,
     top_n: int | None,
     extract: Literal["sentences"] | None,
-    prefixes: Path | None,
     as_json: bool,
 ) -> None:
     """Score documents for a query, keep the relevant ones, and drop the others.
@@ -138,10 +131,8 @@ def rank(
     `cat passages.jsonl | rsrank rank -q "How do bees fly?" -d - --json`
     """
     texts = read_documents(documents)
-    # Without a folder, prefixes are not cached: each document is scored once.
-    source = ModelSource(model, revision, load, prefix_cache=prefixes or False)
     show_waiting(f"Loading {model} ...")
-    ranker = load_reranker(source)
+    ranker = load_reranker(ModelSource(model, revision, load, **cache.model_dump()))
     limits["top_n"] = top_n
     result = ranker.rank(clean(query), texts, **limits, extract=extract)
     if as_json:
@@ -152,24 +143,26 @@ def rank(
 
 @command(resumes=True)
 @documents_option
-@option("--prefixes", "-p", type=RESOLVED_PATH, required=True, help="Folder for the prefixes.")
 @model_option
 @revision_option
 def index(
-    documents: str, prefixes: Path, load: LoadOptions, model: str, revision: str | None
+    documents: str, load: LoadOptions, cache: CacheSettings, model: str, revision: str | None
 ) -> None:
-    """Run documents ahead of time: later calls with `prefix_cache=FOLDER` run only the query.
+    """Run documents ahead of time: later calls with this `--cache-folder` run only the query.
 
     The folder holds the documents in recoverable form: protect the folder like the documents. After
     an interruption, repeat the command.
 
-    `rsrank index --documents passages.txt --prefixes prefixes`
+    `rsrank index --documents passages.txt --cache-folder prefixes`
     """
-    ranker = _load(ModelSource(model, revision, load, prefix_cache=prefixes))
+    if cache.cache_folder is None:
+        raise InputError("Give --cache-folder: the folder for the prefixes.")
+    ranker = _load(ModelSource(model, revision, load, **cache.model_dump()))
     texts = read_documents(documents)
     parts = ranker.parts(texts)
     count = ranker.index(parts, show_progress=on_terminal())
-    echo(f"{len(texts):,} documents: {len(parts):,} different parts, {count:,} run for {prefixes}")
+    folder = Path(cache.cache_folder).absolute()
+    echo(f"{len(texts):,} documents: {len(parts):,} different parts, {count:,} run for {folder}")
 
 
 @command()
@@ -236,64 +229,35 @@ def info(model: str, revision: str | None, as_json: bool) -> None:
         echo(printable(f"Limits: {limits.read_text(encoding='utf-8').strip()}"))
 
 
-@command(resumes=True)
-@option(
-    "--input",
-    "-i",
-    "source",
-    required=True,
-    help="A .jsonl or .jsonl.gz file, or a folder of them.",
-)
-@option("--output", "-o", type=PATH, required=True, help="Folder for the scored files.")
+@command()
+@option("--input", "-i", "source", type=PATH, required=True, help="A .jsonl or .jsonl.gz file.")
+@option("--output", "-o", type=PATH, required=True, help="The .jsonl or .jsonl.gz file to write.")
 @system_option
 @revision_option
-@prefixes_option
 def score(
-    source: str,
+    source: Path,
     output: Path,
     load: LoadOptions,
+    cache: CacheSettings,
     model: str,
     revision: str | None,
-    prefixes: Path | None,
 ) -> None:
-    """Score many pairs: files of JSON lines in, a file of the same name out for each.
-
-    After an interruption, repeat the command: complete files that are not older than their input
-    are skipped.
+    """Score the pairs of a file of JSON lines.
 
     A row has a "query" and a "document"; other columns are copied. Added are score, kept (above
     the model's threshold), truncated, and error: why a row has no score, else null.
 
-    `rsrank score --input pairs.jsonl --output scored`
+    `rsrank score --input pairs.jsonl --output scored.jsonl`
     """
-    from ..artifact import hub
-    from ..bulk.run import score_files
+    from ..bulk.files import score_file
+    from ..bulk.pairs import PairScorer
 
-    model_source = ModelSource(model, revision, load, prefix_cache=prefixes or False)
-    settings = {
-        "model": model,
-        "revision": revision,
-        "prefixes": prefixes is not None,
-        **load.model_dump(
-            mode="json", exclude={"device", "local_files_only", "token", "cache_dir"}
-        ),
-    }
-    kind, name = parse(model)
-    file = Path(name) if kind else hub.resolve(model, revision, load) / hub.PROJECTION
-    # A Hub id has no file.
-    if file.is_file():
-        settings["sha256"] = digest_of(file)
-    numbers = score_files(
-        source,
-        output,
-        partial(load_reranker, model_source),
-        settings=settings,
-        progress=partial(progress, description="Scoring"),
-    )
-    echo(
-        f"{numbers['rows']:,} new rows, {numbers['errors']:,} without a score (column error); "
-        f"files in {output}: {numbers['files']:,} written, {numbers['skipped']:,} skipped"
-    )
+    parse(model)
+    model_source = ModelSource(model, revision, load, **cache.model_dump())
+    scorer = PairScorer(partial(load_reranker, model_source), model)
+    numbers = score_file(source, output, scorer, partial(progress, description="Scoring"))
+    errors = f"{numbers['errors']:,} without a score (column error)"
+    echo(f"{output}: {numbers['rows']:,} rows, {errors}")
 
 
 COMMANDS = (rank, index, explain, info, score)

@@ -21,8 +21,8 @@ from ..adapters.systems import load as load_reranker
 from ..adapters.systems import parse
 from ..errors import InputError
 from ..language_model.options import LoadOptions, ModelSource
-from ..prefixes.settings import Choice, PrefixCache, as_bytes
-from .options import PATH, command, revision_option, system_option
+from ..prefixes.settings import CacheSettings, as_bytes
+from .options import command, revision_option, system_option
 
 if TYPE_CHECKING:
     from ..service.scheduler import Scheduler
@@ -54,22 +54,6 @@ def prepare_logs(level: str) -> None:
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
-def prefix_choice(size: str | None, folder: Path | None) -> Choice:
-    """The prefix cache for ``--prefix-cache`` (size) and ``--prefixes`` (folder).
-
-    Without a folder it is a number of bytes, False for a size of 0, or True for the default size.
-
-    Raises:
-        InputError: ``size`` is no size.
-    """
-    device = None if size is None else as_bytes(size)
-    if folder is not None:
-        return PrefixCache(device=device, folder=str(folder))
-    if device is None:
-        return True
-    return device or False
-
-
 class ServeOptions(BaseModel, use_attribute_docstrings=True):
     """Options of ``rsrank serve``, most of them for `Settings`."""
 
@@ -93,8 +77,6 @@ class ServeOptions(BaseModel, use_attribute_docstrings=True):
     """Leave out documents not above the native threshold."""
     normalize: bool = False
     """Scores from 0 to 1; 0.5: the native threshold."""
-    prefix_cache: str | None = None
-    """Prefix cache on the device, such as 512MB; 0: none."""
     log_level: Literal["debug", "info", "warning", "error", "critical"] = "info"
     """Of this package and the server."""
 
@@ -102,7 +84,6 @@ class ServeOptions(BaseModel, use_attribute_docstrings=True):
 @command()
 @system_option
 @revision_option
-@option("--prefixes", "-p", type=PATH, help="Folder of a prefix cache on disk.")
 @option(
     "--for",
     "program",
@@ -111,10 +92,10 @@ class ServeOptions(BaseModel, use_attribute_docstrings=True):
 )
 def serve(
     load: LoadOptions,
+    cache: CacheSettings,
     options: ServeOptions,
     model: str,
     revision: str | None,
-    prefixes: Path | None,
     program: str | None,
 ) -> None:
     """Answer over HTTP, as clients of Cohere, Jina, TEI, vLLM, Infinity and NVIDIA ask.
@@ -130,8 +111,7 @@ def serve(
     open_standard_files()
     parse(model)
     for_program = APPS.get(program, {"drop": False, "enter": []})
-    cache = prefix_choice(options.prefix_cache, prefixes)
-    source = ModelSource(model, revision, load, prefix_cache=cache)
+    source = ModelSource(model, revision, load, **cache.model_dump())
     from ..service.scheduler import Scheduler
     from ..service.settings import Settings
     from ..service.work_queue import QueueLimits

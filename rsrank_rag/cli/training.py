@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 from click import echo, option
 
-from ..errors import TrainingError
+from ..errors import TrainingError, needs
 from ..language_model.options import LoadOptions, ModelSource
 from .options import (
     PATH,
@@ -26,6 +26,11 @@ if TYPE_CHECKING:
     from ..training.verdict import Verdict
 
 
+dry_run_option = option(
+    "--dry-run", is_flag=True, help="Say what it will take on this machine, and stop."
+)
+
+
 @command(resumes=True)
 @option("--config", "-c", default="your-data", help="A recipe's name (above) or a TOML file.")
 @option("--base", help="Fine-tune this artifact.")
@@ -33,6 +38,7 @@ if TYPE_CHECKING:
 @option("--output", "-o", type=PATH, default="runs/rsrank", help="Folder for all that is made.")
 @option("--set", "settings", multiple=True, help="Change an entry, such as fit.epochs=10.")
 @option("--force", is_flag=True, help="Write fine-tuned weights even if they may lose something.")
+@dry_run_option
 def train(
     config: str,
     base: str | None,
@@ -40,6 +46,7 @@ def train(
     output: Path,
     settings: Sequence[str],
     force: bool,
+    dry_run: bool,
 ) -> None:
     """Run a recipe: read data and features, train weights, write the artifact (OUTPUT/artifact).
 
@@ -54,12 +61,17 @@ def train(
     queries. Training measures in float32 and cuts long documents; `rsrank evaluate` measures the
     artifact as it runs.
     """
-    from ..training.recipe import Recipe
-    from ..training.run import TrainingRun
-    from ..training.verdict import MEASURES
+    with needs("Training needs {}.", "train", "torch", "transformers"):
+        from ..training.estimate import estimate
+        from ..training.recipe import Recipe
+        from ..training.run import TrainingRun
+        from ..training.verdict import MEASURES
 
     recipe = Recipe.load(config, settings, data, base)
     run = TrainingRun(recipe, output, progress=on_terminal(), force=force)
+    if dry_run:
+        echo(str(estimate(recipe, run.queries)))
+        return
     result = run.run()
     if result.verdict is None:
         for name, value in result.metrics.items():

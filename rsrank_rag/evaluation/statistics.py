@@ -1,11 +1,14 @@
 """How sure a mean or a difference is: percentile bootstrap intervals over queries."""
 
+import random
 from collections.abc import Callable
 from functools import lru_cache
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from pydantic import BaseModel, ConfigDict
+
+from ..errors import InputError
 
 Array = NDArray[np.float64]
 
@@ -129,3 +132,21 @@ def mean_present(values: Array, weights: Array | None = None) -> Array:
     with np.errstate(invalid="ignore"):
         mean: Array = weights @ np.where(present, values, 0.0) / (weights @ present)
     return mean
+
+
+def folds(count: int, parts: int) -> list[list[int]]:
+    """Numbers of the queries that are left out of training, one list for each fold.
+
+    There are ``parts`` folds, but no more than queries. Each query is left out once. The order is
+    random, with a fixed seed.
+
+    Raises:
+        InputError: There are fewer than two queries.
+    """
+    if count < 2:
+        raise InputError(
+            f"{count} labelled queries cannot be learned from and measured on. Label more."
+        )
+    order = list(range(count))
+    random.Random("folds-0").shuffle(order)
+    return [sorted(order[start::parts]) for start in range(min(parts, count))]

@@ -15,17 +15,14 @@ from ..method.batches import Ids, is_out_of_memory
 from ..method.probe import Recorder
 from .attention import NAME
 from .fusion import split_at
+from .sample import TOKENS, sample_of, trial_ids
 from .weights import bits_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# Tokens of the trial run, the first of which are the document.
-TOKENS = 9
+# The first tokens of the trial run, which are the document.
 DOCUMENT_TOKENS = 6
-
-# Entries of value vectors that identify a checkpoint.
-SAMPLE = 64
 
 MEMORY_ADVICE = "It needs more memory: load it in 8-bit or 4-bit, or on another device."
 
@@ -92,14 +89,12 @@ def _tested(core: Backbone) -> Backbone:
     causal = _is_causal(core, ids, values[-1])
     if causal:
         _check_rotary(core, ids, values[0])
-    last = values[-1][0, :, -1].flatten().float()
-    places = torch.linspace(0, len(last) - 1, SAMPLE, dtype=torch.float32, device=last.device)
     tested = replace(
         core,
         causal=causal,
         num_heads=values[0].shape[1],
         head_dim=values[0].shape[3],
-        sample=tuple(round(entry, 6) for entry in last[places.long()].tolist()),
+        sample=sample_of(values[-1][0].float()),
         pads_keys=core.device.type == "cpu" and core.config._attn_implementation == NAME,
     )
     _check_two_phases(tested, ids, values if causal else _block_masked_values(tested, ids))
@@ -129,8 +124,7 @@ def _with_fusion(core: Backbone, layer: int) -> Backbone:
 
 
 def _trial_ids(core: Backbone) -> Ids:
-    vocabulary = core.model.get_input_embeddings().weight.shape[0]
-    return tuple(torch.linspace(1, vocabulary - 1, TOKENS, dtype=torch.float32).int().tolist())
+    return trial_ids(core.model.get_input_embeddings().weight.shape[0])
 
 
 def _is_causal(core: Backbone, ids: Ids, values: Tensor) -> bool:

@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import onnxruntime
+from safetensors import safe_open
 from safetensors.numpy import load_file
 
-from ..errors import BackboneError, MissingDependencyError, pip_install
+from ..errors import ArtifactError, BackboneError, MissingDependencyError, pip_install
 from ..method.batches import Ids
 from ..method.language_model import LanguageModel
 from ..method.prefix import Prefix, Prefixes, Show, pooled
@@ -26,13 +27,18 @@ from .cores import usable_cores
 from .onnx_graph import HIDDEN, ZERO, Encoder, Graph, Parameters
 from .options import ENCODER_FILES
 from .quantisation import Numbers, fixed_parameters, ranges
+from .sample import sample_of, trial_ids
+from .tokenizer_file import largest_id
 
 # At most so many padded tokens of documents are in one run of the graph, unless a single document
 # has more. In larger runs, the numbers of a layer take so much memory that glibc takes it from the
 # system anew in each layer, which costs a quarter of the time.
 RUN_TOKENS = 512
 
-ADVICE = f"Use torch for it (runtime='torch'): {pip_install('lm')}"
+WORDS = "embeddings.word_embeddings.weight"
+PLACES = "embeddings.position_embeddings.weight"
+
+ADVICE = f"Use torch for it (runtime='torch'): {pip_install('lm')}."
 
 
 class Session:
@@ -119,8 +125,8 @@ class OnnxBackbone(LanguageModel):
         similarity_window: As in `LanguageModel`.
         calibration: Texts that fix the scales of documents in int8; none for float32.
 
-    Raises:
-        BackboneError: The files are not those of an encoder that can be run so.
+    Attributes:
+        sample: See `Backbone.sample`.
     """
 
     device = "cpu"
@@ -152,27 +158,31 @@ class OnnxBackbone(LanguageModel):
         # The batches of one call have the same query.
         self._entering = lru_cache(1)(self._entering_of)
         self._by_process = {os.getpid(): self._open()}
+        self.sample = self._sample()
 
     def _open(self) -> _Sessions:
-        try:
-            weights = load_file(self.folder / "model.safetensors")
-            encoder = Encoder(self.config, weights)
-            # The table stays in the dtype of its file: it is nearly half of the weights.
-            self._words = weights["embeddings.word_embeddings.weight"]
-            first_type = encoder.array("embeddings.token_type_embeddings.weight")[0]
-            self._places = encoder.array("embeddings.position_embeddings.weight") + first_type
-            texts = self._alone(encoder)
-            documents = texts
-            if self.calibration:
-                parameters = self._calibrated(texts, encoder)
-                documents = self._alone(Encoder(self.config, weights, parameters, largest_weight()))
-            queries = Encoder(self.config, weights).fused(self.fusion_layer, self.last_layer)
-            return _Sessions(texts, documents, Session(queries))
-        except Exception as error:
-            raise BackboneError(
-                f"The encoder in {self.folder} cannot be run by ONNX Runtime "
-                f"({type(error).__name__}: {error}). {ADVICE}"
-            ) from error
+        weights = load_file(self.folder / "model.safetensors")
+        encoder = Encoder(self.config, weights)
+        # The table stays in the dtype of its file: it is nearly half of the weights.
+        self._words = weights[WORDS]
+        first_type = encoder.array("embeddings.token_type_embeddings.weight")[0]
+        self._places = encoder.array(PLACES) + first_type
+        texts = self._alone(encoder)
+        documents = texts
+        if self.calibration:
+            parameters = self._calibrated(texts, encoder)
+            documents = self._alone(Encoder(self.config, weights, parameters, largest_weight()))
+        queries = Encoder(self.config, weights).fused(self.fusion_layer, self.last_layer)
+        return _Sessions(texts, documents, Session(queries))
+
+    def _sample(self) -> tuple[float, ...]:
+        """As `Backbone.sample`: the fixed tokens run as a query after a masked document."""
+        masked = np.zeros((1, self.num_heads, 1, self.head_dim), np.float32)
+        states = (masked,) * (self.last_layer - self.fusion_layer)
+        nothing = Prefixes(states, states, (0,), 0, ())
+        read: dict[int, Numbers] = {}
+        self.query_values([trial_ids(len(self._words))], nothing, read.__setitem__)
+        return sample_of(read[self.last_layer][0])
 
     def _feeds(self, texts: Sequence[Ids]) -> dict[str, Numbers]:
         """Embedded tokens of texts, (N, S, C), with padding, and the texts' lengths."""
@@ -270,14 +280,26 @@ class OnnxBackbone(LanguageModel):
 
 
 def read_encoder_config(folder: Path) -> dict[str, Any]:
-    """The encoder's config.
+    """The encoder's config, whose sizes are those of its files.
 
     Raises:
-        BackboneError: The config does not describe an encoder with GELU.
+        BackboneError: The config does not describe an encoder with GELU, or its weights have other
+            names.
+        ArtifactError: The tables of words and positions do not have the config's sizes, or the
+            tokenizer has larger token ids.
     """
     config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     if config.get("hidden_act") != "gelu" or config.get("is_decoder"):
         raise BackboneError(f"{folder} is no encoder with GELU. {ADVICE}")
+    width = config["hidden_size"]
+    with safe_open(folder / "model.safetensors", framework="np") as file:
+        if not {WORDS, PLACES}.issubset(file.keys()):
+            raise BackboneError(f"The weights in {folder} have other names than here. {ADVICE}")
+        words, places = (file.get_slice(name).get_shape() for name in (WORDS, PLACES))
+    if words[1] != width or places != [config["max_position_embeddings"], width]:
+        raise ArtifactError(f"{folder}: the weights do not have the sizes that config.json names.")
+    if largest_id(folder / "tokenizer.json") >= words[0]:
+        raise ArtifactError(f"{folder}: the tokenizer has ids for which there are no embeddings.")
     return config
 
 

@@ -21,7 +21,7 @@ from pydantic import (
 from typing_extensions import Self
 
 from ..errors import InputError, pip_install, problems_of
-from ..prefixes.settings import Choice, as_text
+from ..prefixes.settings import as_text
 
 if TYPE_CHECKING:
     import torch
@@ -52,12 +52,13 @@ class LoadSettings(BaseModel, use_attribute_docstrings=True):
     """
 
     device: Name | None = None
-    """cuda, cuda:1, mps, cpu. Default: the best one present."""
+    """cuda, cuda:1, mps, cpu. Default: cpu for encoders of BERT's kind, else the best one
+    present."""
     dtype: Name | None = None
     """float32, bfloat16, float16, int8 (encoders on a CPU). Default: the fastest one that is
     precise enough."""
     runtime: Literal["torch", "onnx"] | None = None
-    """torch or onnx. Default: onnx for encoders of BERT's kind on a CPU."""
+    """torch or onnx. Default: onnx for encoders of BERT's kind, unless a GPU is named."""
     load_in_8bit: bool = False
     """int8 weights (needs the 8bit extra)."""
     load_in_4bit: bool = False
@@ -103,12 +104,13 @@ class LoadOptions(LoadSettings):
     def runtime_for(self, model_type: str) -> str:
         """``"onnx"`` or ``"torch"``: what runs an artifact with this kind of language model.
 
-        By default, ONNX Runtime runs BERT's kind on a CPU, and everything where there is no torch.
+        By default, ONNX Runtime runs BERT's kind on a CPU unless a GPU is named, and everything
+        where there is no torch.
         """
         if self.runtime or not find_spec("torch"):
             return self.runtime or "onnx"
         fits = model_type == "bert" and not self.weights and self.dtype in (None, *ONNX_DTYPES)
-        return "onnx" if fits and str(self.device or self.resolved_device()) == "cpu" else "torch"
+        return "onnx" if fits and self.device in (None, "cpu") else "torch"
 
     @property
     def weights(self) -> str | None:
@@ -154,7 +156,7 @@ class LoadOptions(LoadSettings):
         if self.device not in (None, "cpu") or self.weights or dtype not in ONNX_DTYPES:
             raise InputError(
                 "ONNX Runtime computes on the CPU here, in int8 or float32. For another device or "
-                f"dtype, or load_in_8bit and the like, use torch: {pip_install('lm')}"
+                f"dtype, or load_in_8bit and the like, use torch: {pip_install('lm')}."
             )
         return dtype
 
@@ -191,7 +193,8 @@ class ModelSource:
     backbone: str | None = None
     max_length: int | None = None
     token_budget: int | None = None
-    prefix_cache: Choice = True
+    cache_size: int | None = None
+    cache_folder: str | None = None
 
 
 def has_fast_bfloat16(device: torch.device) -> bool:

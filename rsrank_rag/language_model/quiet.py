@@ -1,6 +1,7 @@
 """Loading and writing a model without the progress bars and reports of transformers."""
 
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -8,8 +9,10 @@ from typing import Any
 
 from transformers.utils.logging import set_tqdm_hook
 
-# Held while transformers is quiet, so that the former settings return whichever thread ends last.
-_lock = threading.RLock()
+# A lock for each process, because a thread that holds the lock does not exist in a forked process.
+# It is held while transformers is quiet, so that the former settings return whichever thread ends
+# last.
+_locks: dict[int, threading.RLock] = {}
 
 
 @contextmanager
@@ -20,7 +23,7 @@ def quiet_transformers() -> Iterator[None]:
     does not need.
     """
     logger = logging.getLogger("transformers")
-    with _lock:
+    with _locks.setdefault(os.getpid(), threading.RLock()):
         level = logger.level
         hook = set_tqdm_hook(_without_bar)
         logger.setLevel(max(logger.getEffectiveLevel(), logging.ERROR))

@@ -20,9 +20,13 @@ def namespace(array: Any) -> Any:
 def cast(array: Array, dtype: str) -> Array:
     """The array in the dtype of this name; not a copy if the array already has this dtype."""
     kind = getattr(namespace(array), dtype)
-    return array.to(kind) if hasattr(array, "to") else array.astype(kind, copy=False)
+    if isinstance(array, np.ndarray | np.generic):
+        return array.astype(kind, copy=False)
+    return array.to(kind)
 
 
 def to_numpy(array: Array) -> "np.ndarray[Any, Any]":
     """A numpy array with the same numbers, in host memory."""
-    return np.asarray(array.detach().cpu() if hasattr(array, "cpu") else array)
+    if isinstance(array, np.ndarray | np.generic):
+        return np.asarray(array)
+    return np.asarray(array.detach().cpu())

@@ -8,6 +8,7 @@ share it.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -32,8 +33,9 @@ CHARACTERS_PER_TOKEN = 8
 # words of at most 100 characters; merges of BPE reach less far.
 CUT_MARGIN = 128
 
-# Documents whose token ids are remembered, because a call counts tokens before it scores.
-RECENT_DOCUMENTS = 1024
+# Token ids of recent documents that are remembered, because a call counts tokens before it scores.
+# An id takes at most 36 bytes.
+RECENT_IDS = 200_000
 
 
 class Template(BaseModel, extra="forbid", frozen=True):
@@ -127,6 +129,11 @@ def private_copy(
     return copy
 
 
+def _digest(text: str) -> bytes:
+    # A text may have lone surrogates.
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
+
+
 class PromptTokenizer:
     """Tokenises the parts of a `Template` with private copies of a fast tokenizer.
 
@@ -157,7 +164,7 @@ class PromptTokenizer:
         self.template = template
         self.max_length = max_length
         self.shared_positions = shared_positions
-        self._recent: dict[str, tuple[int, ...]] = {}
+        self._recent: dict[bytes, tuple[int, ...]] = {}
         self._text = private_copy(tokenizer, special_tokens=False)
         self._template = private_copy(tokenizer, special_tokens=True)
         self.words = VocabularyCheck(self._text)
@@ -217,17 +224,23 @@ class PromptTokenizer:
         return [len(ids) > limit for ids in self._document_ids(documents)]
 
     def _document_ids(self, documents: Sequence[str]) -> list[tuple[int, ...]]:
-        """Ids of documents; of a document that is too long at least those up to the limit.
+        """Ids of documents; of a document that is too long, one more than the limit.
 
-        The ids of recent documents are remembered.
+        The ids of recent documents are remembered, by the digest of their text.
         """
+        texts = {_digest(text): text for text in dict.fromkeys(documents)}
         # Other threads may replace the dictionary, so it is never changed.
-        known = self._recent
-        missing = [text for text in dict.fromkeys(documents) if text not in known]
-        encoded = self.encode_beginnings(missing, self.document_limit(0))
-        known = known | dict(zip(missing, encoded, strict=True))
-        self._recent = dict([*known.items()][-RECENT_DOCUMENTS:])
-        return [known[text] for text in documents]
+        recent = self._recent
+        missing = [key for key in texts if key not in recent]
+        limit = self.document_limit(0)
+        encoded = self.encode_beginnings([texts[key] for key in missing], limit)
+        recent = recent | {key: ids[: limit + 1] for key, ids in zip(missing, encoded, strict=True)}
+        ids_of = {text: recent[key] for key, text in texts.items()}
+        count = sum(map(len, recent.values()))
+        while count > RECENT_IDS:
+            count -= len(recent.pop(next(iter(recent))))
+        self._recent = recent
+        return [ids_of[text] for text in documents]
 
     def encode(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
         """Ids of texts by themselves."""

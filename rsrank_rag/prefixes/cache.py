@@ -8,14 +8,16 @@ no stale or foreign one is used.
 import hashlib
 import json
 import logging
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from typing_extensions import Self
 
 from ..errors import InputError
 from ..method.batches import Batches, Ids, device_kind
@@ -23,7 +25,7 @@ from ..method.formula import similarity_windows
 from ..method.prefix import Prefix, Prefixes
 from ..method.scoring import Row
 from .disk import FORMAT, Disk, PackedPrefix
-from .settings import PrefixCache, memory_share
+from .settings import FOLDER_BYTES, CacheSettings, memory_share
 
 if TYPE_CHECKING:
     from ..method.language_model import LanguageModel
@@ -60,13 +62,27 @@ class Statistics:
     disk_limit: int = 0
 
 
-@dataclass
-class _Memory:
-    """The prefixes that were used last, in at most ``limit`` bytes. The caller holds a lock."""
+NO_COUNTS = Statistics()
 
-    limit: int
-    bytes: int = 0
-    entries: OrderedDict[str, Prefix] = field(default_factory=OrderedDict)
+
+class _Memory:
+    """The prefixes of one process that were used last, in at most ``limit`` bytes, and its counts.
+
+    The caller holds ``lock``.
+    """
+
+    def __init__(
+        self,
+        limit: int,
+        entries: Mapping[str, Prefix] | None = None,
+        counts: Statistics = NO_COUNTS,
+    ) -> None:
+        self.process = os.getpid()
+        self.lock = threading.Lock()
+        self.limit = limit
+        self.entries = OrderedDict(entries or {})
+        self.bytes = sum(map(_size, self.entries.values()))
+        self.counts = replace(counts)
 
     def get(self, key: str) -> Prefix | None:
         prefix = self.entries.get(key)
@@ -74,19 +90,17 @@ class _Memory:
             self.entries.move_to_end(key)
         return prefix
 
-    def put(self, key: str, prefix: Prefix) -> int:
-        """Add a prefix, if it fits at all; the number of those that it replaces."""
+    def put(self, key: str, prefix: Prefix) -> None:
+        """Add a prefix, if it fits at all, in place of those that were not used for longest."""
         size = _size(prefix)
         if key in self.entries or size > self.limit:
-            return 0
-        removed = 0
+            return
         while self.bytes + size > self.limit:
             _, oldest = self.entries.popitem(last=False)
             self.bytes -= _size(oldest)
-            removed += 1
+            self.counts.evictions += 1
         self.entries[key] = prefix
         self.bytes += size
-        return removed
 
 
 def _size(prefix: Prefix) -> int:
@@ -97,54 +111,74 @@ class PrefixTiers:
     """Prefixes by key, in memory and on disk. Safe for threads; processes may share the folder.
 
     Args:
-        settings: How much is cached where; None for nothing.
+        limit: The most bytes in memory.
+        disk: A folder; None for memory alone.
         device: Where prefixes are used.
         dtype: The dtype of keys and values there.
-
-    Raises:
-        InputError: The folder cannot be made or read.
     """
 
-    def __init__(self, settings: PrefixCache | None, *, device: Any, dtype: Any) -> None:
+    def __init__(self, limit: int, disk: Disk | None = None, *, device: Any, dtype: Any) -> None:
         self.device = device
         self.dtype = dtype
-        self.is_on = settings is not None
-        settings = settings or PrefixCache(device=0)
-        self.disk: Disk | None = None
-        if settings.folder is not None:
-            try:
-                self.disk = Disk(Path(settings.folder), settings.disk)
-            except OSError as error:
-                raise InputError(
-                    f"Prefixes cannot be cached in {settings.folder!r}: {error}. "
-                    "Give another folder."
-                ) from error
-        limit = _default_bytes(device) if settings.device is None else settings.device
-        self.on_device = _Memory(limit)
-        self.counts = Statistics()
-        self._lock = threading.Lock()
+        self.disk = disk
+        self.is_on = limit > 0 or disk is not None
+        self._memory = _Memory(limit)
+
+    @classmethod
+    def of(cls, settings: CacheSettings, *, device: Any, dtype: Any) -> Self:
+        """Make them as settings say.
+
+        Raises:
+            InputError: The folder cannot be made or read.
+        """
+        size = settings.cache_size
+        if settings.cache_folder is None:
+            return cls(_default_bytes(device) if size is None else size, device=device, dtype=dtype)
+        try:
+            disk = Disk(Path(settings.cache_folder), FOLDER_BYTES if size is None else size)
+        except OSError as error:
+            raise InputError(
+                f"Prefixes cannot be cached in {settings.cache_folder!r}: {error}. "
+                "Give another folder."
+            ) from error
+        return cls(min(_default_bytes(device), disk.limit), disk, device=device, dtype=dtype)
+
+    @property
+    def on_device(self) -> _Memory:
+        """The memory of this process.
+
+        A forked process gets a copy, because another thread may hold the lock when it is forked.
+        """
+        memory = self._memory
+        if memory.process != os.getpid():
+            memory = _Memory(memory.limit, memory.entries, memory.counts)
+            self._memory = memory
+        return memory
 
     def __contains__(self, key: str) -> bool:
-        with self._lock:
-            if key in self.on_device.entries:
+        memory = self.on_device
+        with memory.lock:
+            if key in memory.entries:
                 return True
         return self.disk is not None and key in self.disk
 
     def get(self, key: str) -> Prefix | None:
         """A cached prefix, on the device; None if there is none."""
-        with self._lock:
-            prefix = self.on_device.get(key)
+        memory = self.on_device
+        with memory.lock:
+            prefix = memory.get(key)
             if prefix is not None:
-                self.counts.device_hits += 1
+                memory.counts.device_hits += 1
                 return prefix
         packed = self.read_file(key)
-        with self._lock:
+        with memory.lock:
             if packed is None:
-                self.counts.misses += 1
+                memory.counts.misses += 1
                 return None
-            self.counts.disk_hits += 1
+            memory.counts.disk_hits += 1
         prefix = packed.unpack(self.device, self.dtype)
-        self._remember(key, prefix)
+        with memory.lock:
+            memory.put(key, prefix)
         return prefix
 
     def put(self, key: str, prefix: Prefix) -> Prefix:
@@ -154,12 +188,10 @@ class PrefixTiers:
             if packed is not None:
                 prefix = packed.unpack(self.device, self.dtype)
                 self._write_file(self.disk, key, packed)
-        self._remember(key, prefix)
+        memory = self.on_device
+        with memory.lock:
+            memory.put(key, prefix)
         return prefix
-
-    def _remember(self, key: str, prefix: Prefix) -> None:
-        with self._lock:
-            self.counts.evictions += self.on_device.put(key, prefix)
 
     def read_file(self, key: str) -> PackedPrefix | None:
         """A prefix on disk; None if there is none. A damaged file is counted and removed."""
@@ -167,39 +199,41 @@ class PrefixTiers:
             return None if self.disk is None else self.disk.get(key)
         except ValueError as error:
             logger.warning("A cached prefix is damaged and is computed again: %s", error)
-            with self._lock:
-                self.counts.corrupt += 1
+            memory = self.on_device
+            with memory.lock:
+                memory.counts.corrupt += 1
         return None
 
     def _write_file(self, disk: Disk, key: str, packed: PackedPrefix) -> None:
         """Write a prefix to disk. The first error is logged, and all are counted."""
+        memory = self.on_device
         try:
             evicted = disk.put(key, packed)
         except OSError as error:
-            with self._lock:
-                self.counts.write_errors += 1
-            if self.counts.write_errors == 1:
+            with memory.lock:
+                memory.counts.write_errors += 1
+            if memory.counts.write_errors == 1:
                 logger.warning(
                     "Prefixes cannot be written to %s: %s. Going on.", disk.folder, error
                 )
             return
-        with self._lock:
-            self.counts.evictions += evicted
+        with memory.lock:
+            memory.counts.evictions += evicted
 
     def stats(self) -> dict[str, int]:
         """The fields of `Statistics`."""
-        with self._lock:
-            self.counts.device_bytes = self.on_device.bytes
-            self.counts.device_limit = self.on_device.limit
-            if self.disk is not None:
-                self.counts.disk_bytes = self.disk.bytes
-                self.counts.disk_limit = self.disk.limit
-            return asdict(self.counts)
+        memory = self.on_device
+        with memory.lock:
+            counts = replace(memory.counts, device_bytes=memory.bytes, device_limit=memory.limit)
+        if self.disk is not None:
+            counts.disk_bytes = self.disk.bytes
+            counts.disk_limit = self.disk.limit
+        return asdict(counts)
 
     def clear(self) -> None:
         """Forget what is in memory; files stay."""
-        with self._lock:
-            self.on_device = _Memory(self.on_device.limit)
+        memory = self.on_device
+        self._memory = _Memory(memory.limit, counts=memory.counts)
 
 
 class CachedPrefixes:
@@ -324,7 +358,7 @@ def check_room(disk: Disk, backbone: "LanguageModel", documents: Collection[Ids]
         raise InputError(
             f"The prefixes take {size / 1e9:.2f} GB and the folder may hold "
             f"{disk.limit / 1e9:.2f} GB: the first would leave before the last is written. "
-            "Raise disk=, or index fewer documents."
+            "Raise cache_size, or index fewer documents."
         )
 
 

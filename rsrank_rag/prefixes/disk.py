@@ -6,7 +6,6 @@ Axes: L layers, H KV heads, S prefix positions, D head dimension.
 import contextlib
 import hashlib
 import os
-import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,11 +90,13 @@ class Disk:
         self.folder = folder
         self.limit = limit
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        remove_stale(folder)
+        for part in folder.iterdir():
+            remove_stale(part)
         self.bytes = sum(size for _, size, _ in self._files())
-        # Bytes written since the folder was last listed: other processes write there, too.
+        # Bytes written since the folder was last listed. Both numbers are estimates, which each
+        # listing corrects: other threads and processes write there, too. A lock could be held by a
+        # thread that a forked process does not have.
         self._since = 0
-        self._lock = threading.Lock()
 
     def path(self, key: str) -> Path:
         """Where an entry's file is, or would be."""
@@ -117,7 +118,7 @@ class Disk:
             return None
         body = content[DIGEST_BYTES:]
         if content[:DIGEST_BYTES] != _checksum(key, body):
-            with contextlib.suppress(OSError), self._lock:
+            with contextlib.suppress(OSError):
                 path.unlink()
                 self.bytes -= len(content)
             raise ValueError(f"{path}: its checksum does not match")
@@ -135,18 +136,19 @@ class Disk:
         path = self.path(key)
         if path.is_file():
             return 0
+        # The folder may have been removed.
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         path.parent.mkdir(mode=0o700, exist_ok=True)
         body = save({name: np.ascontiguousarray(part) for name, part in vars(entry).items()})
         content = _checksum(key, body) + body
         with appearing(path) as partial:
             partial.touch(mode=0o600)
             partial.write_bytes(content)
-        with self._lock:
-            self.bytes += len(content)
-            self._since += len(content)
-            if self.bytes <= self.limit and self._since <= self.limit / 20:
-                return 0
-            return self._shrink()
+        self.bytes += len(content)
+        self._since += len(content)
+        if self.bytes <= self.limit and self._since <= self.limit / 20:
+            return 0
+        return self._shrink()
 
     def _shrink(self) -> int:
         """Remove the least recently used files until a tenth of the limit is free."""

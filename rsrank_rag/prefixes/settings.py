@@ -1,12 +1,12 @@
-"""The argument ``prefix_cache=``: where documents' prefixes are cached between calls."""
+"""The settings ``cache_size`` and ``cache_folder``: where prefixes are cached between calls."""
 
 import os
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ByteSize,
@@ -19,11 +19,14 @@ from typing_extensions import Self
 
 from ..errors import InputError, problems_of
 
+# Bytes of a folder, by default.
+FOLDER_BYTES = 10_000_000_000
+
 _SIZE = TypeAdapter[ByteSize](Annotated[ByteSize, Field(ge=0)])
 
 
 def as_bytes(size: Any) -> int:
-    """Bytes of a size: a number, or a text such as ``"512MB"``, ``"1.5 GB"`` or ``"2GiB"``.
+    """Bytes of a size: a whole number, or a text such as ``"512MB"``, ``"1.5 GB"`` or ``"2GiB"``.
 
     Raises:
         InputError: It is no size.
@@ -32,12 +35,11 @@ def as_bytes(size: Any) -> int:
     (512000000, 2000000000, 5000)
     """
     try:
+        if isinstance(size, (bool, float)):
+            raise TypeError
         return int(_SIZE.validate_python(size))
-    except ValidationError:
+    except (ValidationError, TypeError):
         raise InputError(f"{size!r} is no size. Write bytes, or such as '512MB'.") from None
-
-
-Size = Annotated[int, BeforeValidator(as_bytes)]
 
 
 def as_text(path: Any) -> Any:
@@ -45,31 +47,41 @@ def as_text(path: Any) -> Any:
     return os.fspath(path) if isinstance(path, os.PathLike) else path
 
 
-Folder = Annotated[str, BeforeValidator(as_text), Field(min_length=1)]
+Size = Annotated[int, BeforeValidator(as_bytes)]
+Folder = Annotated[
+    str, BeforeValidator(as_text), Field(min_length=1), AfterValidator(os.path.expanduser)
+]
 
 
-class PrefixCache(BaseModel, extra="forbid", frozen=True):
-    """Where prefixes are cached, and how much of each place they may fill.
+class CacheSettings(BaseModel, use_attribute_docstrings=True):
+    """Where prefixes are cached, for adapters and commands."""
 
-    Sizes are bytes, or texts such as ``"512MB"``.
-    """
-
-    device: Size | None = None
-    """Bytes of prefixes in the device's memory, in the model's dtype. None: a quarter of the free
-    memory on CUDA, and `memory_share` elsewhere."""
-    folder: Folder | None = None
-    """Folder for prefixes in 8 bits. None: prefixes are not written to disk."""
-    disk: Size = 10_000_000_000
-    """The most bytes of files in the folder. The least recently used files are removed."""
-    salt: str = ""
-    """Entries of one salt are invisible to every other: one for each tenant."""
+    cache_size: Size | None = None
+    """Most bytes of cached prefixes, such as 512MB; 0: no cache. Default: 10GB in a folder, else a
+    share of the memory."""
+    cache_folder: Folder | None = None
+    """Folder for cached prefixes, in 8 bits. Default: they are cached in memory only."""
 
     @model_validator(mode="after")
-    def _a_limit_needs_a_folder(self) -> Self:
-        # A copy that was written down and read again has all fields set.
-        if self.folder is None and self.disk != type(self).model_fields["disk"].default:
-            raise InputError("disk limits a folder, and there is none. Add folder=.")
+    def _a_folder_needs_bytes(self) -> Self:
+        if self.cache_folder is not None and self.cache_size == 0:
+            raise InputError(
+                "cache_size=0 switches the cache off, so cache_folder would have no effect. "
+                "Leave one of the two out."
+            )
         return self
+
+
+def cache_settings(size: int | str | None, folder: str | Path | None) -> CacheSettings:
+    """Validated settings.
+
+    Raises:
+        InputError: ``size`` is no size, ``folder`` is no path, or a folder has the size 0.
+    """
+    try:
+        return CacheSettings.model_validate({"cache_size": size, "cache_folder": folder})
+    except ValidationError as error:
+        raise InputError(f"{problems_of(error)}.") from None
 
 
 def memory_share(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
@@ -82,38 +94,3 @@ def memory_share(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
         with suppress(OSError, ValueError):
             sizes.append(int((cgroup / name).read_text()))
     return min(max(min(sizes, default=0) // 20, 128_000_000), 2_000_000_000)
-
-
-Choice = bool | int | str | Path | Mapping[str, Any] | PrefixCache
-
-
-def as_prefix_cache(choice: Choice) -> PrefixCache | None:
-    """The settings for True or False, a size, a folder, or the settings themselves.
-
-    Raises:
-        InputError: ``choice`` is none of these.
-
-    >>> as_prefix_cache("512MB").device, as_prefix_cache("prefixes").folder, as_prefix_cache(False)
-    (512000000, 'prefixes', None)
-    """
-    if choice is False:
-        return None
-    if choice is True:
-        choice = PrefixCache()
-    if isinstance(choice, PrefixCache):
-        return choice
-    fields: Mapping[str, Any] = {"folder": choice}
-    if isinstance(choice, Mapping):
-        fields = choice
-    elif isinstance(choice, int):
-        fields = {"device": choice}
-    elif isinstance(choice, str):
-        with suppress(InputError):
-            fields = {"device": as_bytes(choice)}
-    try:
-        return PrefixCache(**fields)
-    except ValidationError as error:
-        raise InputError(
-            f"prefix_cache={choice!r}: {problems_of(error)}. Give True, False, a size such as "
-            "'512MB', a folder, or a PrefixCache."
-        ) from None

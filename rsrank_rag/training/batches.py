@@ -176,21 +176,3 @@ def split(count: int, validation: float, seed: int = 0) -> tuple[list[int], list
         validation *= count
     size = min(max(1, round(validation)), count - 1)
     return sorted(order[size:]), sorted(order[:size])
-
-
-def folds(count: int, parts: int) -> list[list[int]]:
-    """Numbers of the queries that are left out of training, one list for each fold.
-
-    There are ``parts`` folds, but no more than queries. Each query is left out once. The order is
-    random, with a fixed seed.
-
-    Raises:
-        InputError: There are fewer than two queries.
-    """
-    if count < 2:
-        raise InputError(
-            f"{count} labelled queries cannot be learned from and measured on. Label more."
-        )
-    order = list(range(count))
-    random.Random("folds-0").shuffle(order)
-    return [sorted(order[start::parts]) for start in range(min(parts, count))]

@@ -37,6 +37,16 @@ def joined_documents(prompts: PromptTokenizer, documents: Sequence[str], query_l
     return (*prompts.instruction, *joined[:most], *prompts.separator)
 
 
+def document_ids(prompts: PromptTokenizer, query: LabelledQuery, query_length: int) -> list[Ids]:
+    """Token ids of each document, then of all relevant ones joined, if any of them has text."""
+    texts = [document.content() for document in query.documents]
+    relevant = [document.content() for document in query.documents if document.relevant]
+    documents = [prompt.ids for prompt in prompts.documents(texts, query_length)]
+    if any(map(str.strip, relevant)):
+        documents.append(joined_documents(prompts, relevant, query_length))
+    return documents
+
+
 class FeatureExtractor:
     """Turns labelled queries into features.
 
@@ -63,7 +73,7 @@ class FeatureExtractor:
         """
         prompts = self.reader.prompts
         tokenised = prompts.query(query.query)
-        documents = self._documents(query, len(tokenised.ids))
+        documents = document_ids(prompts, query, len(tokenised.ids))
         labels = tuple(document.relevant for document in query.documents)
         # A document without tokens shifts nothing.
         shortest = len(prompts.null_prefix)
@@ -116,13 +126,3 @@ class FeatureExtractor:
         for place, shifts in enumerate(torch.stack(layers, dim=1)):
             read[batch[place].document] = shifts, similarity[place : place + 1]
         return read
-
-    def _documents(self, query: LabelledQuery, query_length: int) -> list[Ids]:
-        """Token ids of each document, then of all relevant ones joined, if any of them has text."""
-        prompts = self.reader.prompts
-        texts = [document.content() for document in query.documents]
-        relevant = [document.content() for document in query.documents if document.relevant]
-        documents = [prompt.ids for prompt in prompts.documents(texts, query_length)]
-        if any(map(str.strip, relevant)):
-            documents.append(joined_documents(prompts, relevant, query_length))
-        return documents

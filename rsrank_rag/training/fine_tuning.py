@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from ..evaluation.metrics import ScoredQuery
+from ..evaluation.statistics import folds
 from ..method.formula import shift_terms
 from ..method.projection import Projection
 from .batches import (
@@ -29,7 +30,6 @@ from .batches import (
     batch_scores,
     batches,
     check_labels,
-    folds,
     scored,
 )
 from .store import QueryFeatures

@@ -4,7 +4,6 @@ Features stay in the output folder, so that the same recipe goes on where it sto
 """
 
 import json
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -15,8 +14,7 @@ import torch
 from tqdm.auto import tqdm
 
 from ..artifact import hub
-from ..artifact.card import model_card
-from ..artifact.config import INSIDE, RSRankConfig, TrainingRecord, content_digest
+from ..artifact.config import RSRankConfig, TrainingRecord, content_digest
 from ..artifact.identity import describe, folder_of, hashes
 from ..artifact.pretrained import open_model, open_on_torch
 from ..errors import InputError
@@ -25,11 +23,10 @@ from ..evaluation.metrics import present_means, ranking_measures
 from ..language_model.options import ModelSource
 from ..language_model.weights import bits_of
 from ..method.backbone import Backbone
-from ..method.formula import Weights
 from ..method.projection import Projection
 from ..method.scoring import ShiftReader
 from ..method.template import PromptTokenizer
-from ..partial_files import replacing, write_text
+from ..partial_files import write_text
 from .batches import device_for, scored, split
 from .features import FeatureExtractor
 from .fine_tuning import fine_tune
@@ -136,7 +133,8 @@ class TrainingRun:
             result = self._from_nothing(features, device)
         else:
             result = self._fine_tuned(features, device, model.projection)
-        write_trained(self.artifact, self._config(result), result.projection, model.folder)
+        config = self._config(result)
+        hub.write_derived(self.artifact, config, result.projection, model.folder)
         return result
 
     def extract(self) -> list[QueryFeatures]:
@@ -318,26 +316,3 @@ class TrainingRun:
             "training": record,
         }
         return config.model_copy(update=update)
-
-
-def write_trained(
-    folder: Path, config: RSRankConfig, projection: Projection | Weights, base: Path
-) -> None:
-    """Write an artifact.
-
-    Args:
-        folder: Folder of the new artifact.
-        config: The new config.
-        projection: The weights.
-        base: Folder of the base. Its language model is copied if ``config`` names a model inside
-            the artifact, and its limits are copied if it has a file of limits.
-    """
-    with replacing(folder) as new:
-        hub.write_artifact(new, config, projection, model_card(config))
-        if config.backbone.name == INSIDE:
-            shutil.copytree(base / INSIDE, new / INSIDE)
-        if (base / hub.LIMITS).is_file():
-            shutil.copy(base / hub.LIMITS, new)
-        else:
-            # An earlier artifact may have left its limits.
-            (folder / hub.LIMITS).unlink(missing_ok=True)

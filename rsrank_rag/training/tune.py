@@ -14,12 +14,11 @@ from ..evaluation.best_rule import Goal, best_rule
 from ..evaluation.datasets import dataset_name, read_labelled, warn_of_reuse
 from ..evaluation.evaluate import score_dataset
 from ..evaluation.metrics import RuleResult, ScoredQuery, apply_rule, selection_measures
+from ..evaluation.statistics import folds
 from ..language_model.options import ModelSource
 from ..partial_files import write_text
 from ..passages.rule import Rule, plain
 from ..rsrank import RSRank
-from .batches import folds
-from .run import write_trained
 from .verdict import RULE_MEASURES, Verdict, verdict_on
 
 FOLDS = 5
@@ -214,7 +213,7 @@ def tune(
                 "training": training,
             }
         )
-        write_trained(
+        hub.write_derived(
             output,
             config,
             ranker.projection,

@@ -477,7 +477,7 @@ async def test_a_cancelled_call_gives_up_its_place_in_the_queue(adapter):
 @both
 async def test_a_cancelled_call_that_runs_ends_before_its_next_batch(adapter, ranker, monkeypatch):
     parts = (ranker.backbone, ranker.prompts, ranker.projection, ranker.config)
-    made = adapter(model=RSRank(*parts, token_budget=1, prefix_cache=False), threshold=None)
+    made = adapter(model=RSRank(*parts, token_budget=1, cache_size=0), threshold=None)
     begun, gate, batches = threading.Event(), threading.Event(), []
 
     def gated(reader, projection, batch):
@@ -586,7 +586,7 @@ def test_an_adapter_takes_every_system_by_the_name_it_is_measured_by(tmp_path, l
     made = RerankerAdapter(model="bm25", top_n=1)
     assert made._rank(QUERY, DOCUMENTS, {}).texts == DOCUMENTS[:1]
     for settings, error, message in (
-        ({"model": "bm25", "prefix_cache": "1MB"}, InputError, "prefix_cache would have no effect"),
+        ({"model": "bm25", "cache_size": "1MB"}, InputError, "cache_size would have no effect"),
         ({"model": "cross-encoder"}, InputError, "Write cross-encoder:NAME"),
         (
             {"model": "BAAI/bge-reranker-base", "local_files_only": True},
@@ -813,7 +813,7 @@ def test_the_key_may_come_from_the_environment_after_unpickling(adapter, service
             "so device, load_in_8bit would have no effect",
         ),
         ({"base_url": "http://a", "load_in_8bit": True}, "so load_in_8bit would have no effect"),
-        ({"base_url": "http://a", "prefix_cache": False}, "so prefix_cache would have no effect"),
+        ({"base_url": "http://a", "cache_size": 0}, "so cache_size would have no effect"),
         ({"base_url": "http://a", "revision": "v1"}, "The service loads the model, so revision"),
         (
             {"base_url": "http://a", "model": Overlap()},

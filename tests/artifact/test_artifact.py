@@ -35,12 +35,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import rsrank_rag
 from rsrank_rag import RSRank, RSRankError
-from rsrank_rag.artifact import hub, identity
+from rsrank_rag.artifact import hub
 from rsrank_rag.artifact.card import model_card
 from rsrank_rag.artifact.config import BackboneSpec, RSRankConfig, TrainingRecord
-from rsrank_rag.artifact.identity import check_files
+from rsrank_rag.artifact.identity import check_files, hashes
 from rsrank_rag.errors import ArtifactError, BackboneError, MissingDependencyError
+from rsrank_rag.language_model import tokenizer_file
 from rsrank_rag.language_model.options import LoadOptions
+from rsrank_rag.method.projection import Projection
 from rsrank_rag.method.template import Template
 
 
@@ -482,8 +484,97 @@ def test_pickled_weights_are_refused_unread(saved, tiny_folder, tmp_path):
 
 
 def test_a_tokenizer_that_would_fill_the_memory_is_refused_unread(saved, monkeypatch):
-    monkeypatch.setattr(identity, "LARGEST_TOKENIZER", 100)
-    assert "tokenizer.json has more than 100 bytes" in refusal(load, saved)
+    monkeypatch.setattr(tokenizer_file, "LARGEST_FILE", 100)
+    assert "it has more than 100 bytes" in refusal(load, saved)
+
+
+def rebuilt(folder, change):
+    """A copy of `mini` with a changed encoder, whose config and hashes belong to the change."""
+    shutil.copytree(hub.BUILTIN / "mini", folder)
+    change(folder / "backbone")
+    config = hub.read_config(folder)
+    update = {"files": hashes(folder / "backbone")}
+    config = config.model_copy(update={"backbone": config.backbone.model_copy(update=update)})
+    hub.write_artifact(folder, config, hub.read_weights(folder, config), "")
+    return folder
+
+
+def edited(name, change):
+    def edit(folder):
+        content = json.loads((folder / name).read_text(encoding="utf-8"))
+        change(content)
+        (folder / name).write_text(json.dumps(content), encoding="utf-8")
+
+    return edit
+
+
+def with_id(number):
+    return lambda content: content["model"]["vocab"].update(bees=number)
+
+
+def without_word_pieces(content):
+    content["model"]["vocab"] = {}
+
+
+def negated(folder):
+    weights = load_file(folder / "model.safetensors")
+    for name in weights:
+        if name.endswith("self.value.weight"):
+            weights[name] = -weights[name]
+    save_file(weights, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (negated, "value vectors differ by 2"),
+        (
+            edited("tokenizer.json", lambda content: content["normalizer"].update(lowercase=False)),
+            "splits text differently",
+        ),
+        (
+            edited("tokenizer.json", with_id(4 * 10**9)),
+            "the token id 4000000000, which would fill the memory",
+        ),
+        (
+            edited("tokenizer.json", with_id(50_000)),
+            "ids for which there are no embeddings",
+        ),
+        (edited("tokenizer.json", without_word_pieces), "cannot be loaded"),
+        (lambda folder: (folder / "tokenizer.json").write_text("{"), "is no tokenizer"),
+        (lambda folder: (folder / "config.json").write_text("{"), "JSONDecodeError"),
+        (edited("config.json", lambda content: content.pop("hidden_size")), "KeyError"),
+        (
+            edited("config.json", lambda content: content.update(hidden_size=10**9)),
+            "do not have the sizes",
+        ),
+        (
+            edited("config.json", lambda content: content.update(max_position_embeddings=10**9)),
+            "do not have the sizes",
+        ),
+    ],
+)
+def test_a_rebuilt_artifact_that_is_not_what_it_records_is_refused_on_onnx_runtime(
+    change, message, tmp_path
+):
+    assert message in refusal(load, rebuilt(tmp_path / "made", change))
+
+
+def test_on_torch_a_rebuilt_artifact_ends_no_process(tmp_path):
+    for number, change in enumerate(
+        (
+            edited("tokenizer.json", with_id(4 * 10**9)),
+            edited("tokenizer.json", without_word_pieces),
+            edited("config.json", lambda content: content.update(layer_norm_eps="small")),
+        )
+    ):
+        refusal(load, rebuilt(tmp_path / str(number), change), runtime="torch")
+
+
+def test_the_recorded_value_vectors_of_mini_are_those_of_its_encoder():
+    made = load("mini")
+    recorded = made.config.backbone.values
+    assert made.backbone.sample == pytest.approx(recorded, abs=0.01 * max(map(abs, recorded)))
 
 
 def test_a_pickle_named_as_the_projection_is_refused_unread(folder, tmp_path):
@@ -936,7 +1027,7 @@ def test_a_projection_for_another_shape_cannot_be_joined_to_a_backbone(tiny_fold
     message = refusal(
         RSRank.from_backbone,
         tiny_folder("qwen3"),
-        rsrank_rag.Projection.random((1, 2), 4, 8, 16),
+        Projection.random((1, 2), 4, 8, 16),
         options=LoadOptions(device="cpu", local_files_only=True),
     )
     assert "B has shape (2, 4, 8, 16)" in message
@@ -1062,17 +1153,14 @@ def test_a_projection_of_layers_that_cannot_be_read_is_an_error_of_ours(tiny_fol
     with pytest.raises(ArtifactError, match=r"B does not fit .*: layers must "):
         RSRank.from_backbone(
             tiny_folder("qwen3"),
-            rsrank_rag.Projection.random(layers, 2, 8, 16),
+            Projection.random(layers, 2, 8, 16),
             options=LoadOptions(device="cpu", local_files_only=True),
         )
 
 
 def test_the_error_of_a_missing_package_gives_the_pip_command():
     error = MissingDependencyError("It needs that.", "eval")
-    assert str(error) == (
-        "It needs that. Install with: "
-        "pip install -U 'rsrank-rag[eval] @ git+https://github.com/rsrank/rsrank-rag'"
-    )
+    assert str(error) == ("It needs that. Install with: pip install '.[eval]' (in a clone).")
 
 
 @pytest.mark.parametrize("runtime", ["torch", "onnx"])

@@ -113,7 +113,7 @@ def test_each_part_of_the_rule_is_passed_on(artifact, passages):
 
 def test_names_that_look_like_markup_are_shown_as_they_are(artifact, passages, tmp_path):
     folder = tmp_path / "[bold]" / "a[" / "b]"
-    said = run("index", "-m", artifact, "-d", passages, "-p", str(folder)).stdout
+    said = run("index", "-m", artifact, "-d", passages, "--cache-folder", str(folder)).stdout
     assert str(folder) in said.replace("\n", "")
     copy = shutil.copytree(artifact, folder / "[" / "red]")
     assert run("rank", "-m", str(copy), "-q", "[i]", "-d", passages).stdout.startswith("'[i]': ")
@@ -147,8 +147,8 @@ def test_explain_shows_that_a_blank_document_has_no_parts(artifact):
 
 def test_rank_finds_documents_that_were_read_ahead_of_time(artifact, passages, tmp_path):
     folder = str(tmp_path / "prefixes")
-    run("index", "-d", passages, "-m", artifact, "-p", folder, "--dtype", "float32")
-    kept = rank_json(artifact, "-d", passages, "-p", str(folder))
+    run("index", "-d", passages, "-m", artifact, "--cache-folder", folder, "--dtype", "float32")
+    kept = rank_json(artifact, "-d", passages, "--cache-folder", str(folder))
     plain = rank_json(artifact, "-d", passages)
     for name in ("kept", "dropped"):
         assert [row["index"] for row in kept[name]] == [row["index"] for row in plain[name]]
@@ -156,14 +156,22 @@ def test_rank_finds_documents_that_were_read_ahead_of_time(artifact, passages, t
 
 def test_index_counts_documents_and_the_different_parts_of_them(artifact, tmp_path):
     (tmp_path / "texts.txt").write_text("A bee dances.\nA bee dances.\nTrains run on rails.\n")
-    arguments = ("index", "-d", str(tmp_path / "texts.txt"), "-m", artifact, "-p", str(tmp_path))
+    arguments = (
+        "index",
+        "-d",
+        str(tmp_path / "texts.txt"),
+        "-m",
+        artifact,
+        "--cache-folder",
+        str(tmp_path),
+    )
     assert run(*arguments).stdout.startswith("3 documents: 2 different parts, 2 run for ")
     assert run(*arguments).stdout.startswith("3 documents: 2 different parts, 0 run for ")
 
 
 def test_index_names_its_folder_by_its_full_path(artifact, passages, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    said = run("index", "-d", passages, "-m", artifact, "-p", "prefixes").stdout
+    said = run("index", "-d", passages, "-m", artifact, "--cache-folder", "prefixes").stdout
     assert said.endswith(f" run for {tmp_path / 'prefixes'}\n")
 
 
@@ -341,9 +349,10 @@ def test_evaluate_says_before_the_work_that_its_report_cannot_be_written(labelle
             2,
             "fit.epoch: there is no such",
         ),
-        (["score", "-i", "BINARY", "-o", "NEW"], 2, "there is no .jsonl"),
-        (["score", "-i", "PAIRS", "-o", "EMPTY"], 1, "File exists"),
-        (["score", "-i", "PAIRS", "-o", "EMPTY/out"], 1, "Not a directory"),
+        (["score", "-i", "BINARY", "-o", "NEW"], 2, "is no file that ends in .jsonl"),
+        (["score", "-i", "PAIRS", "-o", "EMPTY"], 2, "must be a file that ends in .jsonl"),
+        (["score", "-i", "PAIRS", "-o", "EMPTY/out.jsonl"], 1, "File exists"),
+        (["index", "-d", "BINARY"], 2, "Give --cache-folder"),
     ],
 )
 def test_a_mistake_gives_one_clear_line_and_an_exit_code(
@@ -385,18 +394,28 @@ def test_ctrl_c_says_whether_the_same_command_goes_on(resumes, said, capfd):
 
 
 @pytest.mark.parametrize(
-    "error",
+    ("error", "advice"),
     [
-        OSError(28, "No space left on device", "out/part"),
-        PermissionError(13, "Permission denied", "out"),
+        (
+            OSError(28, "No space left on device", "out/part"),
+            " Make room. Run the same command again to go on.",
+        ),
+        (PermissionError(13, "Permission denied", "out"), ""),
+        (FileExistsError(17, "File exists", "README.md"), ""),
     ],
 )
-def test_what_the_disk_refuses_is_one_line(error, capfd):
+def test_what_the_disk_refuses_is_one_line_and_only_a_full_disk_asks_to_go_on(error, advice, capfd):
     with pytest.raises(click.exceptions.Exit) as ended, catch_errors(resumes=True):
         raise error
     assert ended.value.exit_code == 1
-    expected = f"error: {error.strerror}: {error.filename!r}. Run the same command again to go on."
+    expected = f"error: {error.strerror}: {error.filename!r}.{advice}"
     assert " ".join(capfd.readouterr().err.split()) == expected
+
+
+@pytest.mark.skipif(os.name == "nt", reason="pipes of a Unix shell")
+def test_a_reader_that_ends_early_ends_a_command_without_a_word():
+    command = f"'{sys.executable}' -m rsrank_rag info mini | true"
+    assert subprocess.run(["sh", "-c", command], capture_output=True).stderr == b""
 
 
 def test_a_disk_that_is_full_ends_scoring_in_one_line_and_leaves_no_half_file(
@@ -409,12 +428,11 @@ def test_a_disk_that_is_full_ends_scoring_in_one_line_and_leaves_no_half_file(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "replace", full)
-    result = run("score", "-i", str(source), "-o", str(tmp_path / "out"), "-m", "bm25", code=1)
+    out = tmp_path / "new" / "out.jsonl"
+    result = run("score", "-i", str(source), "-o", str(out), "-m", "bm25", code=1)
     said = " ".join(result.stderr.split())
-    assert re.fullmatch(
-        r"error: No space left on device: '/.*'. Run the same command again to go on.", said
-    )
-    assert list((tmp_path / "out").iterdir()) == []
+    assert re.fullmatch(r"error: No space left on device: '/.*'. Make room.", said)
+    assert list(out.parent.iterdir()) == []
 
 
 @pytest.fixture
@@ -424,31 +442,14 @@ def pairs_file(tmp_path):
     return str(path)
 
 
-def test_scores_of_other_options_do_not_get_into_the_same_folder(artifact, pairs_file, tmp_path):
-    command = ("score", "-i", pairs_file, "-o", str(tmp_path / "out"), "-m", artifact)
-    run(*command)
-    for option, named in (("--deterministic", "deterministic"), ("--dtype=float32", "dtype")):
-        assert f"other settings ({named}: " in run(*command, option, code=2).stderr
-    run(*command)
-
-
-def test_scores_of_another_threshold_do_not_get_into_the_same_folder(pairs_file, tmp_path):
-    zero = tmp_path / "bm25.json"
-    zero.write_text('{"model": "bm25", "threshold": 1}')
-    command = ("score", "-i", pairs_file, "-o", str(tmp_path / "out"), "-m", str(zero))
-    run(*command)
-    zero.write_text('{"model": "bm25", "threshold": 2}')
-    assert "other settings (sha256: " in run(*command, code=2).stderr
-
-
 def test_what_a_killed_run_of_score_left_is_removed_after_a_day(pairs_file, tmp_path):
     folder = tmp_path / "out"
     folder.mkdir()
-    old, new = folder / f"pairs.{'a' * 32}.partial", folder / f"pairs.{'b' * 32}.partial"
+    old, new = (folder / f".{letter * 32}.partial" for letter in "ab")
     for path in (old, new):
         path.touch()
     os.utime(old, (0, 0))
-    run("score", "-i", pairs_file, "-o", str(folder), "-m", "bm25")
+    run("score", "-i", pairs_file, "-o", str(folder / "out.jsonl"), "-m", "bm25")
     assert (old.exists(), new.exists()) == (False, True)
 
 

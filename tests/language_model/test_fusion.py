@@ -23,12 +23,13 @@ from torch import nn
 from torch.nn import functional
 from transformers import AutoModel
 
-from rsrank_rag import Projection, RSRank
+from rsrank_rag import RSRank
 from rsrank_rag.artifact import hub
 from rsrank_rag.errors import ArtifactError, BackboneError
 from rsrank_rag.language_model.check import open_backbone
 from rsrank_rag.language_model.fusion import layers_of
 from rsrank_rag.language_model.options import LoadOptions
+from rsrank_rag.method.projection import Projection
 from rsrank_rag.reranker import Pair
 
 FUSION, READ = 1, (2, 3)
@@ -234,10 +235,10 @@ def test_parts_and_agreement_add_up_to_the_score(kind, window, fused, tiny_folde
 @pytest.mark.parametrize("where", ["device", "disk"])
 def test_scores_are_the_same_cold_warm_joined_and_alone(kind, where, window, fused, tmp_path):
     own = fused(kind, window)
-    choice = {"device": True, "disk": str(tmp_path)}[where]
+    folder = tmp_path if where == "disk" else None
 
     def fresh():
-        return RSRank(own.backbone, own.prompts, own.projection, own.config, prefix_cache=choice)
+        return RSRank(own.backbone, own.prompts, own.projection, own.config, cache_folder=folder)
 
     ranker = fresh()
     cold = [ranker.score(query, DOCUMENTS) for query in QUERIES]
@@ -260,7 +261,7 @@ def test_scores_are_the_same_cold_warm_joined_and_alone(kind, where, window, fus
 @pytest.mark.parametrize("window", [None, 8])
 def test_only_layers_from_the_fusion_layer_on_and_windows_are_kept(window, fused, tiny_ranker):
     own, unfused = fused("bert", window), tiny_ranker("bert")
-    ranker = RSRank(own.backbone, own.prompts, own.projection, own.config, prefix_cache=True)
+    ranker = RSRank(own.backbone, own.prompts, own.projection, own.config)
     ranker.score(QUERY, DOCUMENTS)
     lengths = [len(prompt.ids) for prompt in own.prompts.documents(DOCUMENTS, 0)]
     tokens = sum(lengths)
@@ -276,7 +277,7 @@ def test_only_layers_from_the_fusion_layer_on_and_windows_are_kept(window, fused
 def test_a_query_runs_once_below_the_fusion_layer_in_each_batch_of_documents(fused):
     own, runs = fused("qwen3"), {0: [], LAYERS - 1: []}
     ranker = RSRank(
-        own.backbone, own.prompts, own.projection, own.config, prefix_cache=False, token_budget=60
+        own.backbone, own.prompts, own.projection, own.config, cache_size=0, token_budget=60
     )
     hooks = [
         layers_of(ranker.backbone.model)[number].self_attn.register_forward_pre_hook(
@@ -303,9 +304,7 @@ def test_entries_of_other_fusion_layers_or_windows_are_never_found(
     change, fused, tiny_folder, tmp_path
 ):
     own = fused("bert")
-    first = RSRank(
-        own.backbone, own.prompts, own.projection, own.config, prefix_cache=str(tmp_path)
-    )
+    first = RSRank(own.backbone, own.prompts, own.projection, own.config, cache_folder=tmp_path)
     first.score(QUERY, DOCUMENTS)
     projection = weighted((3,), kv_heads("bert"), PROJECTION_DIM, HEAD_DIM)
     made = RSRank.from_backbone(
@@ -315,9 +314,7 @@ def test_entries_of_other_fusion_layers_or_windows_are_never_found(
         options=OPTIONS,
         **{"fusion_layer": FUSION} | change,
     )
-    other = RSRank(
-        made.backbone, made.prompts, made.projection, made.config, prefix_cache=str(tmp_path)
-    )
+    other = RSRank(made.backbone, made.prompts, made.projection, made.config, cache_folder=tmp_path)
     assert other.score(QUERY, DOCUMENTS) == pytest.approx(
         unkept(made).score(QUERY, DOCUMENTS), abs=0.05
     )
@@ -329,7 +326,7 @@ def test_everything_survives_saving(include, fused, tmp_path):
     own = fused("bert", 8)
     own.save_pretrained(tmp_path, include_backbone=include)
     load = {"runtime": "torch", "device": "cpu", "dtype": "float32"}
-    again = RSRank.from_pretrained(tmp_path, prefix_cache=False, **load)
+    again = RSRank.from_pretrained(tmp_path, cache_size=0, **load)
     assert (again.config.fusion_layer, again.config.similarity_window) == (FUSION, 8)
     assert again.score(QUERY, DOCUMENTS) == own.score(QUERY, DOCUMENTS)
     assert "from layer 1 on" in (tmp_path / "README.md").read_text(encoding="utf-8")

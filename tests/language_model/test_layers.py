@@ -161,14 +161,14 @@ def test_one_folder_of_prefixes_serves_both_ways_of_loading(tiny_folder, tmp_pat
     whole = full(tiny_folder("qwen3"), part)
     kept = [
         RSRank.from_pretrained(
-            tmp_path / "artifact", device="cpu", dtype="float32", prefix_cache=tmp_path / "kept"
+            tmp_path / "artifact", device="cpu", dtype="float32", cache_folder=tmp_path / "kept"
         ),
         RSRank(
             whole.backbone,
             whole.prompts,
             whole.projection,
             whole.config,
-            prefix_cache=tmp_path / "kept",
+            cache_folder=tmp_path / "kept",
         ),
     ]
     for ranker in kept * 2:

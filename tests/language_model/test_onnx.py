@@ -110,7 +110,7 @@ def test_a_score_in_int8_is_the_same_in_every_way_and_near_float32(rounded, exac
         "in another order": rounded.score(DANCE, PASSAGES[::-1])[::-1],
         "among others": scores_of(rounded, PAIRS)[: len(PASSAGES)],
     }
-    cold = RSRank.from_pretrained(runtime="onnx", prefix_cache=False)
+    cold = RSRank.from_pretrained(runtime="onnx", cache_size=0)
     ways["cold, one by one"] = [cold.score(DANCE, [passage])[0] for passage in PASSAGES]
     long = " ".join(PASSAGES)
     ways["beside a longer one"] = cold.score(DANCE, [*PASSAGES, long])[:-1]
@@ -146,14 +146,14 @@ def test_few_tokens_of_documents_run_together_however_large_the_batch(rounded, m
 
 
 def test_prefixes_on_disk_are_read_again_and_are_not_those_of_torch(tmp_path):
-    first = RSRank.from_pretrained(runtime="onnx", prefix_cache=tmp_path)
+    first = RSRank.from_pretrained(runtime="onnx", cache_folder=tmp_path)
     assert first.index(PASSAGES) == len(PASSAGES)
-    second = RSRank.from_pretrained(runtime="onnx", prefix_cache=tmp_path)
+    second = RSRank.from_pretrained(runtime="onnx", cache_folder=tmp_path)
     scores = second.score(DANCE, PASSAGES)
     assert second.stats()["disk_hits"] == len(PASSAGES)
     np.testing.assert_allclose(first.score(DANCE, PASSAGES), scores, rtol=0, atol=NEIGHBOURS)
     # Both runtimes write one format. Their numbers differ in the last digits, so the keys do.
-    other = RSRank.from_pretrained(runtime="torch", device="cpu", prefix_cache=tmp_path)
+    other = RSRank.from_pretrained(runtime="torch", device="cpu", cache_folder=tmp_path)
     ids = second.prompts.documents(PASSAGES[:1], 0)[0].ids
     key = second.cache.key(ids)
     assert other.cache.key(ids) != key
@@ -304,15 +304,18 @@ def test_the_number_of_threads_is_that_of_openmp(monkeypatch):
         ("bert", {"dtype": "float32"}, "onnx"),
         ("bert", {"dtype": torch.float32}, "onnx"),
         ("bert", {"dtype": "bfloat16"}, "torch"),
+        ("bert", {"device": "cpu"}, "onnx"),
+        ("bert", {"dtype": "int8"}, "onnx"),
         ("bert", {"device": "cuda"}, "torch"),
+        ("bert", {"device": "mps"}, "torch"),
         ("bert", {"load_in_8bit": True}, "torch"),
         ("bert", {"runtime": "torch"}, "torch"),
         ("qwen3", {}, "torch"),
         ("qwen3", {"runtime": "onnx"}, "onnx"),
     ],
 )
-def test_onnx_runtime_is_the_default_for_encoders_on_a_cpu(kind, options, runtime):
-    assert LoadOptions(**{"device": "cpu", **options}).runtime_for(kind) == runtime
+def test_onnx_runtime_is_the_default_for_encoders_unless_a_gpu_is_named(kind, options, runtime):
+    assert LoadOptions(**options).runtime_for(kind) == runtime
 
 
 def test_onnx_runtime_is_the_default_where_there_is_no_torch(monkeypatch):

@@ -25,10 +25,11 @@ from conftest import (
 from reference import ENCODERS, reference_values
 from transformers import AutoModel, AutoTokenizer
 
-from rsrank_rag import Projection, RSRank, Template
+from rsrank_rag import RSRank, Template
 from rsrank_rag.errors import BackboneError
 from rsrank_rag.language_model.check import open_backbone
 from rsrank_rag.language_model.options import LoadOptions
+from rsrank_rag.method.projection import Projection
 from rsrank_rag.reranker import Pair
 
 DECODERS = [

@@ -1,7 +1,9 @@
 """From texts to token ids: seams, special tokens, cuts and bad input."""
 
+import tracemalloc
+
 import pytest
-from conftest import CHAT, byte_level_tokenizer, word_piece_tokenizer
+from conftest import CHAT, DOCUMENTS, byte_level_tokenizer, word_piece_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
@@ -12,7 +14,6 @@ from rsrank_rag.artifact.identity import tokenizer_fingerprint
 from rsrank_rag.errors import BackboneError, InputError, RSRankError
 from rsrank_rag.method.template import (
     QUERY_RESERVE,
-    RECENT_DOCUMENTS,
     PromptTokenizer,
     clean,
 )
@@ -41,11 +42,25 @@ def test_document_ids_are_the_parts_tokenised_apart_and_joined():
     assert not found.empty
 
 
-def test_a_call_with_very_many_documents_leaves_few_of_them_in_memory():
+def test_many_large_documents_leave_few_bytes_in_memory(monkeypatch):
+    monkeypatch.setattr("rsrank_rag.method.template.RECENT_IDS", 1000)
     made = prompts()
-    texts = [str(number) for number in range(RECENT_DOCUMENTS + 100)]
-    made.too_long(texts)
-    assert list(made._recent) == texts[-RECENT_DOCUMENTS:]
+    made.too_long(["warm up"])
+    tracemalloc.start()
+    for number in range(20):
+        assert made.too_long([f"{number} " + "bridge " * 100_000]) == [True]
+    # 14 MB of text
+    assert tracemalloc.get_traced_memory()[0] < 500_000
+    tracemalloc.stop()
+
+
+def test_a_document_is_tokenised_once_for_counting_and_for_scoring(monkeypatch):
+    made = prompts()
+    made.too_long(DOCUMENTS)
+    encoded = []
+    monkeypatch.setattr(made, "encode", lambda texts: encoded.extend(texts) or [])
+    assert len(made.documents(DOCUMENTS, 5)) == len(DOCUMENTS)
+    assert encoded == []
 
 
 def test_no_merge_crosses_a_seam_between_parts():

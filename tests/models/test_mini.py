@@ -28,7 +28,7 @@ BFLOAT16_BOUND = 0.12
 
 @pytest.fixture(scope="module")
 def mini():
-    return RSRank.from_pretrained(device="cpu", dtype="float32", prefix_cache=False)
+    return RSRank.from_pretrained(device="cpu", dtype="float32", cache_size=0)
 
 
 def test_the_built_in_model_is_the_default_and_needs_no_network(mini):
@@ -66,7 +66,7 @@ def test_a_score_does_not_depend_on_the_other_passages(mini):
 
 
 def test_bfloat16_scores_stay_within_the_stated_bound(mini):
-    fast = RSRank.from_pretrained(device="cpu", dtype="bfloat16", prefix_cache=False)
+    fast = RSRank.from_pretrained(device="cpu", dtype="bfloat16", cache_size=0)
     together = fast.score(QUERY, PASSAGES)
     assert together == pytest.approx(mini.score(QUERY, PASSAGES), abs=BFLOAT16_BOUND)
     assert [fast.score(QUERY, [text])[0] for text in PASSAGES] == pytest.approx(
@@ -78,7 +78,7 @@ def answers(load, folder):
     """Scores of the same pairs from every way of scoring, and with prefixes in 8 bits on disk."""
     questions = [QUERY, "Which trains run at night, and where do they go in winter?", "honey"]
     pairs = [Pair(question, text) for question in questions for text in PASSAGES]
-    kept, disk = load(prefix_cache=True), load(prefix_cache=folder)
+    kept, disk = load(), load(cache_folder=folder)
 
     def lists(ranker, order=1):
         return [
@@ -87,20 +87,20 @@ def answers(load, folder):
             for score in ranker.score(question, PASSAGES[::order])[::order]
         ]
 
-    joined = score_many(load(prefix_cache=True), questions, [PASSAGES] * 3)
+    joined = score_many(load(), questions, [PASSAGES] * 3)
     plain = {
         "cold": lists(kept),
         "warm": lists(kept),
-        "in another order": lists(load(prefix_cache=True), -1),
-        "alone": [load(prefix_cache=False).score(pair.query, [pair.document])[0] for pair in pairs],
-        "pairs": [found.score for found in load(prefix_cache=True).score_pairs(pairs)],
+        "in another order": lists(load(), -1),
+        "alone": [load(cache_size=0).score(pair.query, [pair.document])[0] for pair in pairs],
+        "pairs": [found.score for found in load().score_pairs(pairs)],
         "joined": [score for scores in joined for score in scores],
         "explained": [kept.explain(pair.query, pair.document).score for pair in pairs],
     }
     return plain, {
         "first": lists(disk),
         "again": lists(disk),
-        "from disk": lists(load(prefix_cache=folder)),
+        "from disk": lists(load(cache_folder=folder)),
     }
 
 
@@ -118,9 +118,7 @@ def test_the_same_pair_gets_the_same_score_in_every_way(dtype, tmp_path):
 @pytest.mark.parametrize("option", ["load_in_8bit", "load_in_4bit"])
 def test_with_rounded_weights_the_same_passages_are_kept_in_float32_too(option):
     pytest.importorskip("bitsandbytes")
-    ranker = RSRank.from_pretrained(
-        device="cpu", dtype="float32", prefix_cache=False, **{option: True}
-    )
+    ranker = RSRank.from_pretrained(device="cpu", dtype="float32", cache_size=0, **{option: True})
     assert {document.index for document in ranker.rank(QUERY, PASSAGES).kept} == {0, 1, 2}
 
 

@@ -87,7 +87,7 @@ def test_any_scored_positions_are_found_in_every_row(positions, tiny_folder):
 )
 def test_any_pairs_in_any_batches_score_as_alone(ranker, chosen, budget):
     parts = (ranker.backbone, ranker.prompts, ranker.projection, ranker.config)
-    budgeted = RSRank(*parts, token_budget=budget, prefix_cache=False)
+    budgeted = RSRank(*parts, token_budget=budget, cache_size=0)
     pairs = [Pair((*QUERIES, LONG)[query], DOCUMENTS[document]) for query, document in chosen]
     assert together(budgeted, pairs) == pytest.approx(one_by_one(ranker, pairs), abs=EXACT)
 
@@ -95,7 +95,7 @@ def test_any_pairs_in_any_batches_score_as_alone(ranker, chosen, budget):
 def test_kept_documents_score_as_new_ones(tiny_folder):
     ranker = load_ranker(tiny_folder("qwen3"), "qwen3")
     parts = (ranker.backbone, ranker.prompts, ranker.projection, ranker.config)
-    keeping = RSRank(*parts, prefix_cache="64MB")
+    keeping = RSRank(*parts, cache_size="64MB")
     pairs = [Pair(QUERIES[i % 3], f"{i} {text}") for i, text in enumerate(DOCUMENTS)]
     cold = together(keeping, pairs)
     warm = together(keeping, pairs)
@@ -147,7 +147,7 @@ def test_copies_of_a_pair_are_not_run(ranker, runs):
 
 
 def test_a_cached_document_costs_the_query_and_its_attention():
-    ranker = RSRank.from_pretrained("mini", device="cpu", prefix_cache="64MB")
+    ranker = RSRank.from_pretrained("mini", device="cpu", cache_size="64MB")
     pairs = [Pair(QUERY, "A text."), Pair(QUERY, "A text. " * 30)]
     before = ranker.token_costs(pairs)
     tokens = [one.tokens for one in ranker.score_pairs(pairs)]

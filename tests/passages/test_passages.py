@@ -384,7 +384,7 @@ def test_a_long_document_is_cut_before_anything_is_scored(tiny_ranker, monkeypat
 def test_what_was_read_ahead_of_time_is_not_read_again(tiny_ranker, tmp_path, options):
     made = tiny_ranker("qwen3")
     ranker = RSRank(
-        made.backbone, made.prompts, made.projection, made.config, prefix_cache=str(tmp_path)
+        made.backbone, made.prompts, made.projection, made.config, cache_folder=str(tmp_path)
     )
     texts = ["  ".join(CORPUS * 12), CORPUS[0], " \n"]
     parts = ranker.parts(texts, **options)

@@ -25,12 +25,8 @@ from rsrank_rag.method.scoring import Row
 from rsrank_rag.method.template import TokenisedQuery
 from rsrank_rag.partial_files import A_DAY
 from rsrank_rag.prefixes.cache import CachedPrefixes, PackedPrefix, PrefixTiers
-from rsrank_rag.prefixes.settings import (
-    PrefixCache,
-    as_bytes,
-    as_prefix_cache,
-    memory_share,
-)
+from rsrank_rag.prefixes.disk import Disk
+from rsrank_rag.prefixes.settings import CacheSettings, as_bytes, memory_share
 
 LAYERS, HEADS, WIDTH = 3, 2, 8
 CPU = torch.device("cpu")
@@ -75,10 +71,10 @@ def rounded(states, dtype):
     return PackedPrefix.of(Prefix(states, torch.empty(0))).unpack(CPU, dtype).states
 
 
-def store(**options):
-    settings = PrefixCache(**{"device": 0, **options})
-    tiers = PrefixTiers(settings, device=CPU, dtype=torch.float32)
-    return CachedPrefixes({"model": "m"}, tiers, settings.salt)
+def store(device=0, folder=None, disk=10**10, dtype=torch.float32):
+    files = None if folder is None else Disk(Path(folder), disk)
+    tiers = PrefixTiers(device, files, device=CPU, dtype=dtype)
+    return CachedPrefixes({"model": "m"}, tiers)
 
 
 def stats(cache):
@@ -196,17 +192,13 @@ def test_a_first_call_gives_what_every_later_one_gives_wherever_it_is_found(tmp_
             keys = tuple(layer.to(dtype) for layer in run.keys)
             return replace(run, keys=keys, values=tuple(layer.to(dtype) for layer in run.values))
 
-    def fresh(**options):
-        settings = PrefixCache(**{"device": 0, "folder": tmp_path, **options})
-        return CachedPrefixes({"model": "m"}, PrefixTiers(settings, device=CPU, dtype=dtype))
-
     model = Rounded()
-    both = fresh(device=1 << 20)
+    both = store(1 << 20, tmp_path, dtype=dtype)
     first = prefixes(both, model)
     assert torch.equal(prefixes(both, model), first)  # on the device
-    both.tiers.on_device.entries.clear()
+    both.tiers.clear()
     assert torch.equal(prefixes(both, model), first)  # on disk
-    assert torch.equal(prefixes(fresh(), model), first)
+    assert torch.equal(prefixes(store(0, tmp_path, dtype=dtype), model), first)
     assert stats(both)["disk_hits"] == stats(both)["device_hits"] == 1
 
 
@@ -251,9 +243,11 @@ def test_a_foreign_prefix_is_never_found(tmp_path, change):
     model = Model()
     prefill(store(folder=tmp_path), DOCS, model)
     dtype = torch.bfloat16 if change == "dtype" else torch.float32
-    tiers = PrefixTiers(PrefixCache(device=0, folder=tmp_path), device=CPU, dtype=dtype)
+    tiers = store(0, tmp_path, dtype=dtype).tiers
     identity = {"model": "other" if change == "identity" else "m"}
-    other = CachedPrefixes(identity, tiers, "tenant" if change == "salt" else "")
+    other = CachedPrefixes(identity, tiers)
+    if change == "salt":
+        other = other.with_salt("tenant")
     assert not any(other.key(ids) in tiers for ids in DOCS)
     prefill(other, DOCS, model)
     assert model.ran == DOCS * 2
@@ -321,16 +315,9 @@ def test_the_folder_stays_within_its_bound_and_the_oldest_go(tmp_path):
     assert stats(kept)["evictions"] > 0
 
 
-@pytest.mark.parametrize(
-    "settings", [PrefixCache(device="512MB"), PrefixCache(salt="a"), PrefixCache(folder="f")]
-)
-def test_settings_that_were_written_down_are_read_again(settings):
-    assert PrefixCache.model_validate_json(settings.model_dump_json()) == settings
-
-
 def test_what_a_killed_writer_left_is_cleared_away(tmp_path):
     (tmp_path / "ab").mkdir()
-    stale = tmp_path / "ab" / f"abcd.{'12' * 16}.partial"
+    stale = tmp_path / "ab" / f".{'12' * 16}.partial"
     stale.write_bytes(b"half")
     film = tmp_path / "film.mp4.partial"
     film.write_bytes(b"of another program")
@@ -344,7 +331,7 @@ def test_what_a_killed_writer_left_is_cleared_away(tmp_path):
 
 def test_what_a_writer_still_writes_is_left_alone(tmp_path):
     (tmp_path / "ab").mkdir()
-    begun = tmp_path / "ab" / f"abcd.{'12' * 16}.partial"
+    begun = tmp_path / "ab" / f".{'12' * 16}.partial"
     begun.write_bytes(b"half")
     os.utime(begun, (time.time() - A_DAY + 600,) * 2)
     store(folder=tmp_path)
@@ -425,10 +412,9 @@ prefill(store(folder={str(tmp_path / "kept")!r}), DOCS, Model())
 # With a ranker
 
 
-def keeping(ranker, choice=True):
-    return RSRank(
-        ranker.backbone, ranker.prompts, ranker.projection, ranker.config, prefix_cache=choice
-    )
+def keeping(ranker, folder=None, size=None):
+    parts = (ranker.backbone, ranker.prompts, ranker.projection, ranker.config)
+    return RSRank(*parts, cache_size=size, cache_folder=folder)
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gemma2", "bert"])
@@ -475,59 +461,62 @@ def test_prefixes_on_disk_serve_the_next_process_but_no_other_model(tiny_ranker,
     files = {**other.config.backbone.files, "model.safetensors": "the hash of other weights"}
     backbone = other.config.backbone.model_copy(update={"files": files})
     config = other.config.model_copy(update={"backbone": backbone})
-    foreign = RSRank(other.backbone, other.prompts, other.projection, config, prefix_cache=tmp_path)
+    foreign = RSRank(other.backbone, other.prompts, other.projection, config, cache_folder=tmp_path)
     assert identity_of(foreign.cache) != identity_of(again.cache)
 
 
 @pytest.mark.parametrize(
-    ("choice", "limit", "folder"),
-    [("1KB", 1000, False), (5000, 5000, False), ("folder", memory_share(), True)],
+    ("size", "in_folder", "in_memory", "on_disk"),
+    [
+        (None, False, memory_share(), 0),
+        ("1KB", False, 1000, 0),
+        (5000, False, 5000, 0),
+        ("50GB", False, 50 * 10**9, 0),
+        (None, True, memory_share(), 10 * 10**9),
+        ("50GB", True, memory_share(), 50 * 10**9),
+        ("1KB", True, 1000, 1000),
+    ],
 )
-def test_the_cache_can_be_chosen_by_size_or_folder(ranker, tmp_path, choice, limit, folder):
-    made = keeping(ranker, tmp_path / "folder" if folder else choice).cache
-    assert made.tiers.on_device.limit == limit
-    assert (made.tiers.disk is not None) == folder
-
-
-def test_every_place_has_its_own_limit(ranker, tmp_path):
-    folder = tmp_path / "kept"
-    chosen = {
-        "device": "1KB",
-        "folder": str(folder),
-        "disk": "3GB",
-        "salt": "tenant",
-    }
-    for choice in (chosen, PrefixCache(**chosen)):
-        made = keeping(ranker, choice).cache
-        assert (made.tiers.on_device.limit, made.tiers.disk.limit) == (1000, 3_000_000_000)
-        assert identity_of(made) != identity_of(
-            keeping(ranker, {**chosen, "salt": "another"}).cache
-        )
+def test_the_size_limits_the_folder_or_else_the_memory(
+    ranker, tmp_path, size, in_folder, in_memory, on_disk
+):
+    made = stats(keeping(ranker, tmp_path if in_folder else None, size))
+    assert (made["device_limit"], made["disk_limit"]) == (in_memory, on_disk)
 
 
 @pytest.mark.parametrize(
-    ("choice", "message"),
+    ("size", "folder", "message"),
     [
-        ({"device": "much"}, "device: .*'much' is no size"),
-        ({"devise": 1}, "devise"),
-        ({"disk": "1GB"}, "limits a folder"),
-        (-1, "-1 is no size"),
-        ("", "Give True, False, a size"),
-        (1.5, "Give True, False, a size"),
+        ("512MBs", None, "'512MBs' is no size"),
+        ("1e9", None, "'1e9' is no size"),
+        ("prefixes", None, "'prefixes' is no size"),
+        (True, None, "True is no size"),
+        (1.5, None, "1.5 is no size"),
+        (-1, None, "-1 is no size"),
+        (None, "", "cache_folder"),
+        (None, True, "cache_folder"),
+        (0, "prefixes", "Leave one of the two out"),
     ],
 )
-def test_a_choice_that_means_nothing_is_refused(ranker, choice, message):
+def test_a_setting_that_means_nothing_is_refused(ranker, size, folder, message):
     with pytest.raises(InputError, match=message):
-        keeping(ranker, choice)
+        keeping(ranker, folder, size)
+    assert not Path(str(size)).exists()
 
 
-def test_a_choice_is_made_only_once():
-    settings = PrefixCache(folder="kept", disk=5)
-    assert as_prefix_cache(settings) is settings
+def test_a_tilde_stands_for_the_home_folder(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/ada")
+    assert CacheSettings(cache_folder="~/px").cache_folder == "/home/ada/px"
+
+
+def test_settings_of_the_same_size_and_folder_are_equal(tmp_path):
+    for settings in ({"cache_size": 10**9}, {"cache_folder": str(tmp_path)}):
+        other = {"cache_size": "1GB"} if "cache_size" in settings else {"cache_folder": tmp_path}
+        assert CacheSettings(**settings) == CacheSettings(**other)
 
 
 def test_without_a_cache_there_are_no_statistics(ranker):
-    made = keeping(ranker, False)
+    made = keeping(ranker, size=0)
     assert made.stats() == {}
 
 
@@ -538,6 +527,7 @@ def test_without_a_cache_there_are_no_statistics(ranker):
         ("1.5 gb", 1_500_000_000),
         ("20", 20),
         ("7k", 7000),
+        ("512MiB", 512 * 1024**2),
         ("MB", None),
         ("a/b", None),
     ],
@@ -557,7 +547,7 @@ def test_a_b_for_the_same_model_shares_its_prefixes(ranker, tmp_path):
         ranker.prompts,
         random_projection("qwen3", seed=8),
         ranker.config,
-        prefix_cache=tmp_path,
+        cache_folder=tmp_path,
     )
     other.score(QUERY, DOCUMENTS)
     assert stats(other)["disk_hits"] == len(DOCUMENTS)
@@ -567,13 +557,13 @@ def test_index_fills_a_folder_ahead_of_time_and_goes_on(ranker, tmp_path):
     ranker.save_pretrained(tmp_path / "artifact", include_backbone=True)
     (tmp_path / "passages.txt").write_text("\n".join(DOCUMENTS))
     command = ["index", "--model", tmp_path / "artifact", "--documents", tmp_path / "passages.txt"]
-    command += ["--prefixes", tmp_path / "prefixes", "--device", "cpu", "--dtype", "float32"]
+    command += ["--cache-folder", tmp_path / "prefixes", "--device", "cpu", "--dtype", "float32"]
     said = [CliRunner().invoke(app, [str(part) for part in command]) for _ in range(2)]
     assert [result.exit_code for result in said] == [0, 0], said[0].output
     assert f"{len(DOCUMENTS)} run" in said[0].output
     assert "0 run" in said[1].output
     loaded = RSRank.from_pretrained(
-        tmp_path / "artifact", device="cpu", dtype="float32", prefix_cache=tmp_path / "prefixes"
+        tmp_path / "artifact", device="cpu", dtype="float32", cache_folder=tmp_path / "prefixes"
     )
     loaded.score(QUERY, DOCUMENTS)
     found = stats(loaded)
@@ -608,7 +598,7 @@ def test_kept_documents_are_read_before_new_ones_can_push_them_out(ranker):
     )
     sized = keeping(ranker)
     sized.score(QUERY, first)
-    kept = keeping(ranker, stats(sized)["device_bytes"])  # just large enough for the first
+    kept = keeping(ranker, size=stats(sized)["device_bytes"])  # just large enough for the first
     kept.score(QUERY, first)
     hits = stats(kept)["device_hits"]
     kept.score(QUERY, [*second, *first])
@@ -636,10 +626,6 @@ def test_nobody_else_may_read_what_is_kept(tmp_path):
     assert {oct(path.stat().st_mode & 0o777) for path in found if path.is_file()} == {"0o600"}
 
 
-def test_a_folder_has_a_limit_of_10_gb_by_default(tmp_path):
-    assert stats(store(folder=tmp_path))["disk_limit"] == 10_000_000_000
-
-
 def test_a_damaged_file_does_not_count_as_indexed(ranker, tmp_path):
     kept = keeping(ranker, tmp_path)
     assert kept.index(DOCUMENTS) == len(DOCUMENTS)
@@ -657,7 +643,7 @@ def test_a_model_that_the_user_named_has_prefixes_of_its_own(tiny_ranker, tiny_f
         config = json.loads((copy / "config.json").read_text())
         (copy / "config.json").write_text(json.dumps({**config, "rms_norm_eps": epsilon}))
         ranker = RSRank.from_pretrained(
-            tmp_path / "artifact", backbone=copy, device="cpu", prefix_cache=tmp_path / "prefixes"
+            tmp_path / "artifact", backbone=copy, device="cpu", cache_folder=tmp_path / "prefixes"
         )
         identities.append(identity_of(ranker.cache))
     assert identities[0] == identities[2] != identities[1]
@@ -691,8 +677,8 @@ def test_indexing_that_could_not_write_is_an_error(ranker, tmp_path, monkeypatch
 
 
 def test_indexing_more_than_the_folder_may_hold_is_refused_before_it_starts(ranker, tmp_path):
-    kept = keeping(ranker, {"folder": str(tmp_path), "disk": "1KB"})
-    with pytest.raises(InputError, match="Raise disk="):
+    kept = keeping(ranker, tmp_path, "1KB")
+    with pytest.raises(InputError, match="Raise cache_size"):
         kept.index(DOCUMENTS)
     assert stats(kept)["misses"] == 0
 
@@ -701,10 +687,10 @@ def test_the_documents_that_are_in_the_folder_count_towards_its_limit(ranker, tm
     full = keeping(ranker, tmp_path / "full")
     full.index(DOCUMENTS)
     size = stats(full)["disk_bytes"]
-    kept = keeping(ranker, {"folder": str(tmp_path / "small"), "disk": int(0.9 * size)})
+    kept = keeping(ranker, tmp_path / "small", int(0.9 * size))
     half = len(DOCUMENTS) // 2
     assert kept.index(DOCUMENTS[:half]) == half
-    with pytest.raises(InputError, match="Raise disk="):
+    with pytest.raises(InputError, match="Raise cache_size"):
         kept.index(DOCUMENTS)
     # Nothing was removed.
     assert kept.index(DOCUMENTS[:half]) == 0
@@ -746,6 +732,41 @@ def test_a_file_in_place_of_a_folder_is_a_clear_error(ranker, tmp_path):
         keeping(ranker, path)
 
 
-def test_binary_units_are_sizes_and_not_folders():
-    assert as_prefix_cache("512MiB").device == 512 * 1024**2
-    assert as_prefix_cache(PrefixCache(folder=Path("kept"))).folder == "kept"
+def test_a_folder_that_was_removed_is_made_again(tmp_path):
+    kept, model = store(folder=tmp_path / "kept"), Model()
+    prefill(kept, DOCS[:1], model)
+    shutil.rmtree(tmp_path / "kept")
+    prefill(kept, DOCS, model)
+    assert stats(kept)["write_errors"] == 0
+    assert len(list(tmp_path.glob("kept/*/*.prefix"))) == len(DOCS)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_forked_process_waits_for_no_thread_of_its_parent(tmp_path):
+    kept, model = store(1 << 20, tmp_path, disk=5000), Model()
+    prefill(kept, DOCS[:1], model)
+
+    def use():
+        check(prefill(kept, DOCS, model), DOCS, error=0.02)
+        assert stats(kept)["device_hits"] == 1
+
+    child = multiprocessing.get_context("fork").Process(target=use)
+    # As a thread that scores holds it for a moment.
+    with kept.tiers.on_device.lock:
+        child.start()
+        child.join(60)
+    stuck = child.is_alive()
+    child.kill()
+    child.join()
+    assert not stuck
+    assert child.exitcode == 0
+
+
+def test_views_of_one_model_with_other_salts_share_it_and_no_prefix(ranker):
+    own = keeping(ranker)
+    tenants = [own.with_salt(name) for name in ("one", "two")]
+    for tenant in tenants:
+        assert tenant.backbone is own.backbone
+        tenant.score(QUERY, DOCUMENTS)
+    assert stats(own)["misses"] == 2 * len(DOCUMENTS)

@@ -127,7 +127,7 @@ def test_compose_publishes_the_port_to_the_loopback_only_and_keeps_what_must_sta
     volumes = dict(volume.split(":") for volume in chosen["volumes"])
     assert set(volumes) <= set(COMPOSE["volumes"])
     assert set(json.loads(values(steps, "VOLUME")[0])) == set(volumes.values())
-    assert chosen["command"][chosen["command"].index("--prefixes") + 1] in volumes.values()
+    assert chosen["command"][chosen["command"].index("--cache-folder") + 1] in volumes.values()
 
 
 def test_compose_waits_longer_than_a_request_may_take(steps):

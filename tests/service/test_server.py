@@ -29,12 +29,12 @@ from service_helpers import Numbers, Words, client_of, scheduler
 from rsrank_rag import RSRank
 from rsrank_rag.adapters.systems import load as load_reranker
 from rsrank_rag.cli import app
-from rsrank_rag.cli.service import KEYS, prefix_choice
+from rsrank_rag.cli.service import KEYS
 from rsrank_rag.errors import InputError
 from rsrank_rag.language_model.options import LoadOptions, ModelSource
 from rsrank_rag.passages.rule import Rule
 from rsrank_rag.prefixes.cache import CachedPrefixes, PrefixTiers
-from rsrank_rag.prefixes.settings import PrefixCache, as_prefix_cache
+from rsrank_rag.prefixes.settings import cache_settings
 from rsrank_rag.reranker import BLANK_SCORE
 from rsrank_rag.service import app as app_module
 from rsrank_rag.service.backend import Description
@@ -581,15 +581,15 @@ async def test_two_services_in_one_process_count_apart():
         assert metrics((await two.get("/metrics")).text)["rsrank_documents_total",] == 0
 
 
-def keep_prefixes(ranker, choice):
+def keep_prefixes(ranker, folder=None):
     core = ranker.backbone
-    tiers = PrefixTiers(as_prefix_cache(choice), device=core.device, dtype=core.dtype)
+    tiers = PrefixTiers.of(cache_settings(None, folder), device=core.device, dtype=core.dtype)
     ranker.cache = ranker.reader.cache = CachedPrefixes({}, tiers)
 
 
 async def test_a_real_models_prefixes_are_counted(tiny_folder):
     own = load_ranker(tiny_folder("qwen3"), "qwen3")
-    keep_prefixes(own, True)
+    keep_prefixes(own)
     async with serving(own) as http:
         for _ in range(2):
             await http.post(
@@ -684,19 +684,11 @@ async def test_health_checks_are_logged_only_at_debug(caplog):
 # The command
 
 
-def test_what_the_prefix_options_stand_for(tmp_path):
-    assert prefix_choice(None, None) is True
-    assert prefix_choice("0", None) is False
-    assert prefix_choice("5MB", tmp_path) == PrefixCache(device=5_000_000, folder=str(tmp_path))
-    with pytest.raises(InputError, match="no size"):
-        prefix_choice("much", None)
-
-
 def test_systems_of_any_kind_are_loaded(ranker, tmp_path):
     assert type(load_reranker(ModelSource("bm25"))).__name__ == "BM25"
     ranker.save_pretrained(tmp_path)
     load = LoadOptions(device="cpu", dtype="float32", local_files_only=True)
-    loaded = load_reranker(ModelSource(str(tmp_path), load=load, prefix_cache=False))
+    loaded = load_reranker(ModelSource(str(tmp_path), load=load, cache_size=0))
     assert isinstance(loaded, RSRank)
     assert not loaded.cache.tiers.is_on
 
@@ -913,7 +905,7 @@ def test_the_log_is_json_without_texts_or_keys(service):
 @pytest.mark.slow
 def test_sigterm_ends_the_service_when_what_is_in_flight_has_been_answered():
     documents = [f"{number} {' '.join(PASSAGES * 8)}" for number in range(30)]
-    with process("--prefix-cache", "0") as (process_, http):
+    with process("--cache-size", "0") as (process_, http):
         answers = []
 
         def ask():

@@ -14,14 +14,15 @@ from measures import f1_at
 from scipy.optimize import minimize
 from training_helpers import labelled, run, scorings, written
 
-from rsrank_rag import Projection, RSRank
+from rsrank_rag import RSRank
 from rsrank_rag.artifact import hub
 from rsrank_rag.errors import InputError
 from rsrank_rag.evaluation.metrics import ScoredQuery
+from rsrank_rag.evaluation.statistics import folds
+from rsrank_rag.method.projection import Projection
 from rsrank_rag.method.scoring import ShiftReader
 from rsrank_rag.training import fine_tuning
 from rsrank_rag.training import run as run_module
-from rsrank_rag.training.batches import folds
 from rsrank_rag.training.batches import scored as scored_by_weights
 from rsrank_rag.training.features import FeatureExtractor
 from rsrank_rag.training.fine_tuning import FineTuned, FineTuningOptions, fine_tune
@@ -350,7 +351,7 @@ def test_what_was_known_of_the_base_is_known_of_its_copy(train, fused, tmp_path)
     config = config.model_copy(update={"int8": True, "training": known})
     base = tmp_path / "base"
     projection = hub.read_projection(fused, config)
-    run_module.write_trained(base, config, projection, fused)
+    hub.write_derived(base, config, projection, fused)
     (base / hub.LIMITS).write_text("English only.")
     before, _ = scorings()
     train(before, before, "--base", base, gains=False)
@@ -365,7 +366,7 @@ def test_what_was_known_of_the_base_is_known_of_its_copy(train, fused, tmp_path)
     # Without limits and with the same set again.
     (base / hub.LIMITS).unlink()
     again = config.model_copy(update={"training": tuned.training})
-    run_module.write_trained(base, again, projection, fused)
+    hub.write_derived(base, again, projection, fused)
     train(*scorings(100, help=0.8), "--base", base)
     assert not (tmp_path / "run" / "artifact" / hub.LIMITS).exists()
     assert hub.read_config(tmp_path / "run" / "artifact").training.data == ("tides", "own")
@@ -375,7 +376,7 @@ def test_fine_tuned_weights_of_a_tuned_base_say_that_their_threshold_is_zero(
     train, fused, tmp_path
 ):
     config = hub.read_config(fused).model_copy(update={"threshold": 0.25})
-    run_module.write_trained(tmp_path / "base", config, hub.read_projection(fused, config), fused)
+    hub.write_derived(tmp_path / "base", config, hub.read_projection(fused, config), fused)
     said = train(*scorings(100, help=0.8), "--base", tmp_path / "base", "--force")
     assert "; threshold 0, no longer 0.25; penalty" in said
     assert hub.read_config(tmp_path / "run" / "artifact").threshold == 0
@@ -390,7 +391,7 @@ def test_labels_that_trained_the_base_or_chose_its_threshold_are_named(
         known = config.training.model_copy(update={"data": names})
         other = config.model_copy(update={"training": known})
         projection = hub.read_projection(fused, config)
-        run_module.write_trained(tmp_path / "base", other, projection, fused)
+        hub.write_derived(tmp_path / "base", other, projection, fused)
         train(before, after, "--base", tmp_path / "base")
         assert ("own has the name of a labelled set" in caplog.text) is is_named
 

@@ -15,11 +15,10 @@ from rsrank_rag.artifact.config import RSRankConfig
 from rsrank_rag.errors import InputError
 from rsrank_rag.evaluation.best_rule import Goal, best_rule
 from rsrank_rag.evaluation.metrics import ScoredQuery, apply_rule
-from rsrank_rag.evaluation.statistics import Estimate
+from rsrank_rag.evaluation.statistics import Estimate, folds
 from rsrank_rag.language_model.options import ModelSource
 from rsrank_rag.passages.rule import Fallback, Rule
 from rsrank_rag.training import tune as tune_module
-from rsrank_rag.training.batches import folds
 from rsrank_rag.training.tune import find_rule, goal_for
 
 ZERO = Rule(0.0)
@@ -161,7 +160,7 @@ def test_the_rule_is_printed_before_it_is_written(fused, tmp_path, monkeypatch):
     def full(*_arguments):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(tune_module, "write_trained", full)
+    monkeypatch.setattr(hub, "write_derived", full)
     data = written(tmp_path / "own.jsonl", labelled(6))
     arguments = ("tune", "--model", fused, "--data", data, "--output", tmp_path / "tuned")
     said = run(*arguments, "--force", code=1)

@@ -97,7 +97,7 @@ def _load(kind: str, name: str, revision: str | None, options: LoadOptions | Non
     sentence_transformers = required(
         "sentence_transformers",
         "Bi-encoders and cross-encoders need sentence-transformers.",
-        "eval",
+        "systems",
     )
     from ...language_model.loading import LOAD_ERRORS
 
