@@ -1,17 +1,20 @@
-"""Convert a language model from GGUF to a transformers folder: bfloat16 weights and tokenizer.
+"""Convert a language model from GGUF to a transformers folder of bfloat16 weights.
 
-`pip install gguf`, then `python -m research.decoders.weights FILE.gguf FOLDER`.
+`pip install gguf`, then `python -m research.decoders.weights FILE.gguf FOLDER TOKENIZER`. TOKENIZER
+is a folder with the model's own ``tokenizer.json`` and ``tokenizer_config.json``: a GGUF file holds
+a vocabulary with padding, which an artifact takes for another tokenizer.
 """
 
+import shutil
 import sys
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
 
 
-def convert(file: Path, output: Path) -> None:
-    """Write the model and the tokenizer of a GGUF file, with dequantised weights."""
+def convert(file: Path, output: Path, tokenizer: Path) -> None:
+    """Write the model of a GGUF file, with dequantised weights, and a copy of a tokenizer."""
     source, name = file.parent, file.name
     config = AutoConfig.from_pretrained(source, gguf_file=name)
     read = AutoModelForCausalLM.from_pretrained(source, gguf_file=name, dtype=torch.float32)
@@ -19,8 +22,9 @@ def convert(file: Path, output: Path) -> None:
     model = AutoModelForCausalLM.from_config(config)
     model.load_state_dict(read.state_dict())
     model.to(torch.bfloat16).save_pretrained(output)
-    AutoTokenizer.from_pretrained(source, gguf_file=name).save_pretrained(output)
+    for path in tokenizer.glob("tokenizer*.json"):
+        shutil.copy(path, output)
 
 
 if __name__ == "__main__":
-    convert(Path(sys.argv[1]), Path(sys.argv[2]))
+    convert(*map(Path, sys.argv[1:4]))
