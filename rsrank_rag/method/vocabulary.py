@@ -12,10 +12,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# So many pieces of words are counted before the first judgement. In English, 0.2 to 0.4 of them are
-# pieces of words that are not in the vocabulary, in German, French, Polish or Hindi 0.7 to 1.
-PIECES = 40
-MOST_BROKEN = 0.6
+# So many pieces of words are judged together. In English, 0.1 to 0.4 of them belong to words that
+# are not in the vocabulary, in German, French, Polish or Hindi 0.7 to 1. Of 4,600 English queries of
+# 33 labelled sets, with three passages each, two were above 0.65: lists of foreign names.
+PIECES = 100
+MOST_BROKEN = 0.65
 
 # Rows of a call that are counted.
 ROWS = 3

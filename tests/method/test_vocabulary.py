@@ -30,25 +30,25 @@ def mini():
 @pytest.mark.parametrize("language", FOREIGN)
 def test_passages_of_another_language_give_one_warning(mini, language, caplog):
     for _ in range(2):
-        mini.rank("How long is the warranty?", [FOREIGN[language]])
+        mini.rank("How long is the warranty?", [" ".join([FOREIGN[language]] * 4)])
     assert caplog.text.count(WARNING) == 1
     assert "Most words of the documents" in caplog.text
 
 
 def test_short_queries_of_another_language_give_one_warning_together(mini, caplog):
     queries = ["Wie lange gilt die Garantie?", "Wo finde ich den Beleg?", "Urlaubstage im Jahr"]
-    for query in queries * 3:
+    for query in queries * 6:
         mini.rank(query, ENGLISH)
     assert caplog.text.count(WARNING) == 1
     assert "Most words of the queries" in caplog.text
 
 
 def test_english_with_names_numbers_and_terms_gives_no_warning(mini, caplog):
-    for text in ENGLISH * 3:
+    for text in ENGLISH * 6:
         mini.rank(text, ENGLISH)
     assert WARNING not in caplog.text
 
 
 def test_byte_level_vocabularies_are_not_checked(ranker, caplog):
-    ranker.rank(FOREIGN["Polish"], list(FOREIGN.values()))
+    ranker.rank(FOREIGN["Polish"], [text * 4 for text in FOREIGN.values()])
     assert WARNING not in caplog.text
