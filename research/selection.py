@@ -1,7 +1,7 @@
 """Validation queries for the numbers of a rule: threshold, gap and fallback.
 
 They are cut from the training files as `research/mini` cuts the queries that `mini` is not trained
-on: those of real documents by their source, the others by the hash of the question.
+on: typed queries by the source of their passages, the others by the hash of the question.
 """
 
 import gzip
@@ -13,14 +13,12 @@ from pathlib import Path
 
 from rsrank_rag.evaluation.datasets import LabelledQuery, dataset_name
 
-REAL = "realdocs.passage"
-"""The set whose queries are cut by the source of their documents."""
-SOURCES = 9
-"""How many sources validate; as in `research/mini/typed.py`."""
-TYPED = {"everyday.passage": 200, REAL: 200}
-"""Sets of questions as people type them, and how many queries validate at most."""
-PUBLIC = 30
-"""How many queries of each other set validate."""
+TYPED = ("everyday.passage", "realdocs.passage")
+"""Sets of questions as people type them."""
+APART = 0.1
+"""Share of the sources of typed queries that validate; as in `research/mini/batches.py`."""
+TYPED_COUNT, PUBLIC_COUNT = 190, 30
+"""Most queries of a typed set and of each other set."""
 
 
 def validation(folder: Path) -> dict[str, list[LabelledQuery]]:
@@ -30,21 +28,25 @@ def validation(folder: Path) -> dict[str, list[LabelledQuery]]:
         name = dataset_name(path)
         with gzip.open(path, "rt", encoding="utf-8") as lines:
             rows = [json.loads(line) for line in lines]
-        if name == REAL:
-            sources = sorted({row["of"] for row in rows}, key=_digest)[:SOURCES]
-            rows = [row for row in rows if row["of"] in sources]
-        sets[name] = _first(rows, TYPED.get(name, PUBLIC))
+        count = PUBLIC_COUNT
+        if name in TYPED:
+            rows = [row for row in rows if int(_digest(_source(row))[:16], 16) < APART * 2**64]
+            count = TYPED_COUNT
+        sets[name] = _first(rows, count)
     return sets
+
+
+def _source(row: dict) -> str:
+    """The document of a typed query, or its entry in everyday."""
+    return row.get("of") or row["id"].rpartition("-")[0]
 
 
 def _first(rows: Sequence[dict], count: int) -> list[LabelledQuery]:
     """So many queries, whatever their order in the file."""
-    ordered = sorted(rows, key=lambda row: _digest(_words(row["query"])))
+    ordered = sorted(
+        rows, key=lambda row: _digest(" ".join(re.findall(r"\w+", row["query"].lower())))
+    )
     return [LabelledQuery.model_validate(row) for row in ordered[:count]]
-
-
-def _words(text: str) -> str:
-    return " ".join(re.findall(r"\w+", text.lower()))
 
 
 def _digest(text: str) -> str:

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # So many pieces of words are judged together. In English, 0.1 to 0.4 of them belong to words that
-# are not in the vocabulary, in German, French, Polish or Hindi 0.7 to 1. Of 4,600 English queries of
-# 33 labelled sets, with three passages each, two were above 0.65: lists of foreign names.
+# are not in the vocabulary, in German, French, Polish or Hindi 0.7 to 1. Of 4,600 English queries
+# with three passages each, from 33 labelled sets, two were above 0.65: lists of foreign names.
 PIECES = 100
 MOST_BROKEN = 0.65
 
