@@ -14,12 +14,7 @@ import numpy as np
 
 from rsrank_rag.cli.options import PATH, command
 from rsrank_rag.errors import InputError
-from rsrank_rag.evaluation.metrics import (
-    ScoredQuery,
-    best_threshold,
-    ranking_measures,
-    selection_measures,
-)
+from rsrank_rag.evaluation.metrics import ScoredQuery, ranking_measures, selection_measures
 from rsrank_rag.evaluation.statistics import Estimate, Record, estimate_mean
 from rsrank_rag.method.projection import Projection
 from rsrank_rag.partial_files import write_text
@@ -28,6 +23,7 @@ from rsrank_rag.training.batches import scored, split
 from rsrank_rag.training.fit import TERMS, FitOptions, fit
 from rsrank_rag.training.store import QueryFeatures
 
+from ..best_threshold import best_threshold
 from ..reproduction.closed_forms import closed_form
 from ..reproduction.oracle import oracle_scores
 from .plan import Plan

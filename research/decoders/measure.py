@@ -9,7 +9,7 @@ from rsrank_rag.adapters.systems import load
 from rsrank_rag.artifact import hub
 from rsrank_rag.cli.options import PATH, command
 from rsrank_rag.evaluation.datasets import LabelledQuery
-from rsrank_rag.evaluation.evaluate import score_dataset, shared_threshold
+from rsrank_rag.evaluation.evaluate import score_dataset
 from rsrank_rag.evaluation.metrics import ScoredQuery
 from rsrank_rag.evaluation.statistics import Record
 from rsrank_rag.language_model.options import LoadOptions, ModelSource
@@ -18,6 +18,7 @@ from rsrank_rag.passages.rule import Fallback, Rule
 from rsrank_rag.training.batches import scored
 from rsrank_rag.training.store import QueryFeatures
 
+from ..best_threshold import shared_threshold
 from .ablations import AblationRow, read_ablations
 from .plan import Plan
 from .store import Store

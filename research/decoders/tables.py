@@ -9,15 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from rsrank_rag.evaluation.metrics import (
-    ScoredQuery,
-    best_threshold,
-    ranking_measures,
-    selection_measures,
-)
+from rsrank_rag.evaluation.metrics import ScoredQuery, ranking_measures, selection_measures
 from rsrank_rag.evaluation.unanswerable import auroc, best_scores
 from rsrank_rag.passages.rule import Rule
 
+from ..best_threshold import best_threshold
 from ..reproduction.thresholds import paired_t_test, threshold_stability
 from .ablations import AblationRow
 from .measure import Figures, Scores
@@ -169,7 +165,7 @@ def typed(figures: Any) -> str:
                     points(measures(queries)["nDCG@5"]),
                     f"{separation:.2f}",
                     words,
-                    f"{np.nanmean(values['left_with_nothing']):.0%}",
+                    f"{np.nanmean(values['lost']):.0%}",
                     f"{values['kept'].mean():.1f}",
                     points(float(values["f1"].mean())),
                     f"{np.mean(false_lists):.0%}" if len(false_lists) else "",

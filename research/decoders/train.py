@@ -1,11 +1,13 @@
 """Train B on stored features: `python -m research.decoders.train RECIPE FEATURES OUTPUT`."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
 import click
+import numpy as np
 from pydantic import BaseModel, PositiveFloat
 from torch import Tensor
 from typing_extensions import Self
@@ -17,10 +19,12 @@ from rsrank_rag.artifact.identity import describe
 from rsrank_rag.artifact.pretrained import open_model
 from rsrank_rag.cli.options import PATH, command
 from rsrank_rag.errors import InputError
+from rsrank_rag.evaluation.best_rule import best_rule
 from rsrank_rag.evaluation.metrics import ScoredQuery, present_means
 from rsrank_rag.method.projection import Projection
 from rsrank_rag.method.template import Template
 from rsrank_rag.partial_files import replacing
+from rsrank_rag.passages.rule import Rule
 from rsrank_rag.training.batches import scored, split
 from rsrank_rag.training.fit import FitOptions, Fitted, fit
 from rsrank_rag.training.recipe import read_toml, validated
@@ -28,7 +32,6 @@ from rsrank_rag.training.store import QueryFeatures
 from rsrank_rag.training.verdict import measure
 
 from .plan import Plan
-from .rule import choose_rule
 from .store import Store
 
 FOLDER = Path(__file__).with_name("recipes")
@@ -115,6 +118,16 @@ def half(projection: Projection) -> Projection:
     return Projection(projection.weight.detach().half().float(), projection.layers)
 
 
+def rule_for(sets: Mapping[str, Sequence[ScoredQuery]]) -> Rule:
+    """The best rule on scored queries, where each set counts the same."""
+    queries = []
+    weights = []
+    for rows in sets.values():
+        queries += rows
+        weights += [1 / len(rows)] * len(rows)
+    return best_rule(queries, weights=np.array(weights))
+
+
 def artifact_config(
     recipe: DecoderRecipe,
     model: str,
@@ -137,13 +150,14 @@ def artifact_config(
         model, None, part.load_options(), last_layer=projection.layers[-1], template=template
     )
     spec = describe(core, prompts, part.name, part.revision, {})
-    rule = choose_rule(sets)
+    rule = rule_for(sets)
     return RSRankConfig(
         backbone=spec.model_copy(update={"bits": recipe.bits}),
         layers=projection.layers,
         projection_dim=recipe.fit.projection_dim,
         template=template,
         max_length=part.max_length,
+        threshold=rule.threshold or 0.0,
         max_gap=rule.max_gap,
         fallback=rule.fallback,
         license=recipe.license,

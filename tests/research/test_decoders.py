@@ -11,7 +11,6 @@ from conftest import DOCUMENTS, LAYERS, QUERIES
 from research.decoders import ablations, measure, tables, train
 from research.decoders.extract import SignalReader, extract
 from research.decoders.plan import FIRST_DOCUMENTS, Plan, first_places, in_order, with_typo
-from research.decoders.rule import choose_rule
 from research.decoders.store import Store
 from rsrank_rag import RSRank
 from rsrank_rag.artifact.pretrained import open_model
@@ -19,7 +18,6 @@ from rsrank_rag.evaluation.metrics import ScoredQuery
 from rsrank_rag.language_model.options import LoadOptions
 from rsrank_rag.method.scoring import Row, ShiftReader
 from rsrank_rag.method.template import Template
-from rsrank_rag.passages.rule import Fallback, Rule
 from rsrank_rag.training.features import FeatureExtractor
 from rsrank_rag.training.fit import FitOptions
 from rsrank_rag.training.recipe import FeaturePart
@@ -202,7 +200,6 @@ def test_the_artifact_gives_the_scores_of_stored_features(folder, features, arti
     )
     spec = ranker.config.backbone
     assert (spec.name, spec.bits, spec.files) == ("lab/tiny-qwen", 4, {})
-    assert ranker.config.fallback is not None
     output = folder / "scores.json"
     run(measure.main, folder / "plan.toml", features, output, "--model", f"tiny={artifact}")
     scores = measure.Figures.model_validate_json(output.read_text()).scores
@@ -213,12 +210,11 @@ def test_the_artifact_gives_the_scores_of_stored_features(folder, features, arti
     assert scores.systems["tiny"].rule == ranker.native_rule
 
 
-def test_the_rule_has_the_best_f1_of_those_that_lose_few_answers():
-    # The relevant passage is 2.5 below the best one, or 1.5 below zero.
-    near = ScoredQuery([5.0, 2.5, 0.1], [True, True, False])
-    below = ScoredQuery([-1.5, -3.8], [True, False])
-    rule = choose_rule({"set": [near, below]})
-    assert rule == Rule(0.0, max_gap=3.0, fallback=Fallback(1.0, 2.0))
+def test_the_rule_is_the_best_one_where_each_set_counts_the_same():
+    high = [ScoredQuery([5.0, 4.0], [True, False])] * 9
+    low = [ScoredQuery([-5.0, -6.0], [True, False])]
+    rule = train.rule_for({"high": high, "low": low})
+    assert [rule.select(query.scores) for query in (high[0], low[0])] == [[0], [0]]
 
 
 def test_each_ablation_is_computed_once(folder, features):
