@@ -450,7 +450,7 @@ class Sampler:
     def typed(self, query: str, rng: random.Random) -> str:
         """The query as somebody types it: with typos, in lower case, without its question mark."""
         if rng.random() < self.config["typos"]:
-            query = typo(query, rng)
+            query = typo(query, rng, longest=rng.random() < 0.5)
             if rng.random() < self.config["second_typo"]:
                 query = typo(query, rng)
         if rng.random() < self.config["lower"]:
