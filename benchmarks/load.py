@@ -199,13 +199,13 @@ class Server:
         )
 
 
-def resident(process: int) -> int:
-    """Bytes of memory that a process holds; 0 if it is gone."""
+def resident(process: int, line: str = "VmRSS") -> int:
+    """Bytes of memory that a process holds (VmHWM: has held at most); 0 if it is gone."""
     try:
         lines = Path(f"/proc/{process}/status").read_text().splitlines()
     except OSError:
         return 0
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS")), 0)
+    return next((int(one.split()[1]) * 1024 for one in lines if one.startswith(line)), 0)
 
 
 def verdict(traffic: Traffic, records: Sequence[Record], dtype: str) -> tuple[str, int]:

@@ -618,7 +618,7 @@ def main() -> None:
         with server:
             print(f"Two keys, 256 files, --timeout 20; {machine()}\n")
             print(
-                "| attack | seconds | answered | /health | longest ms | HTTP MB | model MB |\n"
+                "| attack | seconds | answered | /health | longest ms | HTTP peak MB | model MB |\n"
                 "|---|--:|---|--:|--:|--:|--:|"
             )
             for name, (attack, allowed) in attacks.items():
@@ -632,7 +632,7 @@ def main() -> None:
                 ]
                 row += [str(witness.asked), f"{1000 * witness.longest:.0f}"]
                 assert server.process is not None
-                sizes = [resident(server.process.pid), resident(server.model_process or 0)]
+                sizes = [resident(server.process.pid, "VmHWM"), resident(server.model_process or 0)]
                 row += [f"{size / 1e6:.0f}" for size in sizes]
                 print(f"| {' | '.join(row)} |", flush=True)
                 wrong = [

@@ -27,6 +27,7 @@ with needs(
     from fastapi import FastAPI, Request, Response
     from fastapi.responses import FileResponse, HTMLResponse, PlainTextResponse, StreamingResponse
     from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+    from starlette.requests import ClientDisconnect
 
     from .error_responses import Error, answer_errors, malformed
     from .metrics import Metrics
@@ -242,6 +243,8 @@ class _Service:
         try:
             body = await asyncio.wait_for(self._read(request), self._seconds_left(request))
             return kind.model_validate_json(body)
+        except ClientDisconnect:
+            raise ServiceError(499, "The client has left.") from None
         except asyncio.TimeoutError:
             text = f"The body did not arrive in {self.settings.timeout:g} seconds."
             raise ServiceError(408, text) from None

@@ -15,9 +15,11 @@ from rsrank_rag.errors import InputError, ScoringError
 from rsrank_rag.passages.parts import (
     CHUNK,
     MAX_CHARACTERS,
+    SECTION,
     Excerpt,
     Reading,
     joined,
+    sections,
     sentences,
     windows,
 )
@@ -113,6 +115,38 @@ def test_a_long_text_is_split_as_its_pieces_are():
     text = "  ".join([sentence] * (3 * CHUNK // len(sentence)))
     assert set(pieces(text)) == {sentence}
     assert len("".join(pieces("x" * (2 * CHUNK + 5)))) == 2 * CHUNK + 5  # one that nothing ends
+
+
+def test_a_long_run_of_quotes_is_cut_in_linear_time(monkeypatch):
+    # The time of sentencex grows with the square of such a text.
+    sentencex = pytest.importorskip("sentencex")
+    lengths, split = [], sentencex.get_sentence_boundaries
+    monkeypatch.setattr(
+        sentencex,
+        "get_sentence_boundaries",
+        lambda language, text: lengths.append(len(text)) or split(language, text),
+    )
+    for unit in ("\u201c", '"', "\u00abA. ", '"A." ', "A. " + "\u201c" * 3990):
+        lengths.clear()
+        text = (unit * 300_000)[:300_000]
+        spans = sentences(text)
+        cut = "".join(text[start:stop] for start, stop in spans)
+        assert cut.replace(" ", "") == text.replace(" ", "")
+        assert max(lengths) <= CHUNK
+        assert sum(lengths) <= 2 * len(text) + CHUNK
+
+
+def test_sections_of_a_long_text_end_after_lines_and_hold_all_of_it():
+    text = "A line of words.\n" * 5000
+    spans = sections(text)
+    assert "".join(text[start:stop] for start, stop in spans) == text
+    assert all(text[:stop].endswith("\n") for _, stop in spans)
+    assert max(stop - start for start, stop in spans) <= SECTION
+    assert len(sections(text, window_tokens=4000)) == 2
+    for mark in (". ", "\u3002", " "):
+        text = ("x" * 99 + mark) * 500
+        assert all(text[:stop].endswith(mark) for _, stop in sections(text))
+    assert len(sections("x" * (2 * SECTION + 1))) == 3
 
 
 def test_windows_end_with_sentences_overlap_and_hold_everything():

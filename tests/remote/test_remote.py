@@ -499,6 +499,10 @@ def with_rows(change):
     return lambda answer: {**answer, "results": change(answer["results"])}
 
 
+def sentence(start, end):
+    return {"start": start, "end": end, "score": 1.0, "text": ""}
+
+
 def with_first(**fields):
     return with_rows(lambda rows: [{**rows[0], **fields}, *rows[1:]])
 
@@ -516,8 +520,12 @@ def with_first(**fields):
         (with_first(relevance_score="0.5"), "did not answer as an rsrank service does"),
         (with_first(index=True), "did not answer as an rsrank service does"),
         (with_first(index=0.0), "did not answer as an rsrank service does"),
-        (without("threshold"), r"threshold: Field required\)\. Is it one\?"),
-        (without("results"), "results: Field required"),
+        (without("results"), r"results: Field required\)\. Is it one\?"),
+        (with_first(window={"start": 0, "end": 1000, "count": 2}), "a place outside document"),
+        (with_first(window={"start": -1, "end": 2, "count": 2}), "a place outside document"),
+        (with_first(excerpts=[sentence(3, 3)]), "a place outside document"),
+        (with_first(excerpts=[sentence(0, 1), sentence(2, 99)]), "a place outside document"),
+        (lambda answer: b" " * 2_000_000, "answers with more than"),
         (lambda answer: b"{'results'", "Invalid JSON"),
         (lambda answer: b"", "did not answer as"),
         (lambda answer: [answer], "did not answer as"),
@@ -623,7 +631,7 @@ async def test_a_service_that_drops_and_normalises_by_itself_still_gives_all_and
 @both_ways
 async def test_the_services_refusals_are_our_errors(asynchronous, monkeypatch):
     monkeypatch.delenv("RSRANK_API_KEY", raising=False)
-    with serving(Numbers(), api_keys=(SECRET,), max_documents=3, max_document_characters=50) as (
+    with serving(Numbers(), api_keys=(SECRET,), max_documents=3) as (
         address,
         _,
     ):
@@ -636,8 +644,8 @@ async def test_the_services_refusals_are_our_errors(asynchronous, monkeypatch):
             await rank(RemoteReranker(address), asynchronous)
         with pytest.raises(InputError, match=r"\(413\): The request has 4 documents; it may"):
             await rank(keyed, asynchronous, "q", ["1"] * 4)
-        with pytest.raises(InputError, match=r"\(413\): Document 1 has 60 characters"):
-            await rank(keyed, asynchronous, "q", ["1", "1" * 60])
+        with pytest.raises(InputError, match=r"\(413\): query: String should have at most"):
+            await rank(keyed, asynchronous, "q" * 10_001, ["1"])
         with pytest.raises(RemoteError, match=r"'large' was requested, and .* holds 'fake'"):
             await rank(
                 RemoteReranker(address, model="large", api_key=SECRET), asynchronous, "q", ["1"]
@@ -666,7 +674,7 @@ async def test_a_full_queue_is_waited_for_and_a_deadline_is_not_tried_again(asyn
     from rsrank_rag.service.work_queue import QueueLimits
 
     model = Numbers()
-    with serving(model, QueueLimits(documents=1)) as (address, queue):
+    with serving(model, QueueLimits(tokens=8)) as (address, queue):
         model.open.clear()
         first, second, third = (
             asyncio.create_task(RemoteReranker(address).arank("q", ["1"])) for _ in range(3)

@@ -230,6 +230,33 @@ def announcing(size, key):
     return head + b"Content-Length: %d\r\n\r\n" % size
 
 
+async def test_a_client_that_leaves_while_it_sends_is_no_error_of_the_service(caplog):
+    messages = [
+        {"type": "http.request", "body": b"{", "more_body": True},
+        {"type": "http.disconnect"},
+    ]
+    sent = []
+
+    async def receive():
+        return messages.pop(0)
+
+    async def send(message):
+        sent.append(message.get("status"))
+
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"100")]
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/rerank",
+        "headers": headers,
+        "query_string": b"",
+    }
+    async with serving() as http:
+        await http.app(scope, receive, send)
+    assert sent[0] == 499
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
 def test_bodies_that_are_held_back_take_no_more_than_half_and_others_are_answered():
     settings = {"api_keys": ["rude", "polite"], "max_body_bytes": 100_000}
     with ExitStack() as stack:
@@ -292,24 +319,3 @@ async def test_an_answer_waits_with_its_bytes_until_the_client_has_taken_it():
         await call
         assert not budget.taken
     assert max(sizes) <= 65_536
-
-
-def test_a_long_run_of_quotes_is_cut_in_linear_time(monkeypatch):
-    # The time of sentencex grows with the square of such a text.
-    sentencex = pytest.importorskip("sentencex")
-    from rsrank_rag.passages.parts import CHUNK, sentences
-
-    lengths, split = [], sentencex.get_sentence_boundaries
-    monkeypatch.setattr(
-        sentencex,
-        "get_sentence_boundaries",
-        lambda language, text: lengths.append(len(text)) or split(language, text),
-    )
-    for unit in ("\u201c", '"', "\u00abA. ", '"A." ', "A. " + "\u201c" * 3990):
-        lengths.clear()
-        text = (unit * 300_000)[:300_000]
-        spans = sentences(text)
-        cut = "".join(text[start:stop] for start, stop in spans)
-        assert cut.replace(" ", "") == text.replace(" ", "")
-        assert max(lengths) <= CHUNK
-        assert sum(lengths) <= 2 * len(text) + CHUNK
