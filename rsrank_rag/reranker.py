@@ -92,6 +92,8 @@ class RankCall:
         check_text("A query", query)
         check_choice("long_queries", options.get("long_queries", "cut"), "cut", "error")
         check_choice("scores", options.get("scores", "raw"), "raw", "normalised")
+        if isinstance(options.get("metadata_fields"), str):
+            raise InputError("metadata_fields must be a list of names, such as ['title'].")
         # A limit that is out of range is an error before anything is scored.
         Rule(threshold=0.0).with_limits(options)
         reading = Reading.of(options, long_documents)

@@ -61,6 +61,8 @@ def test_a_title_is_read_before_the_text_and_does_not_come_back_in_it():
     assert reranker.read == ["is dear", "1999\ndear"]
     reranker.rank("q", given, extract="sentences")
     assert reranker.read == ["is dear", "dear"]
+    with pytest.raises(InputError, match="metadata_fields must be a list of names"):
+        reranker.rank("q", given, metadata_fields="year")
 
 
 def test_a_window_is_one_of_the_text_without_its_title():
