@@ -126,7 +126,7 @@ def maxsim(
 
 
 def cosine(first: Array, second: Array) -> Array:
-    """Cosines of vectors (..., C), (...) fp64."""
+    """Cosines of vectors (N, C), (N,) fp64."""
     first = cast(first, "float64")
     second = cast(second, "float64")
     product = (first * second).sum(-1)

@@ -34,6 +34,10 @@ if TYPE_CHECKING:
     from .language_model import LanguageModel
     from .projection import Projection
 
+# Vectors whose cosines are computed together. Measured: a thousand take twice as long as four times
+# 256, because the system gives numpy new memory for each large array.
+VECTORS = 256
+
 Consume = Callable[[int, Array], object]
 """Receives a layer's index and its shifts, (N, H, T, D) fp32, 0 after shorter queries."""
 
@@ -149,10 +153,16 @@ class _BatchReader:
             self.consume(layer, shifts * self._counted(layer)[:, None, :, None])
 
     def compare(self, queries: Array) -> None:
-        """Set the cosines of the documents' windows with the queries' means, (Q, C)."""
-        pooled = namespace(queries).concatenate(self.prefixes.pooled[: self.count])
-        windows = pooled[self.first_window + self.window_of_row]
-        self.similarity[:, :, 0] = cosine(windows, queries[self.null_row][:, None])
+        """Compute the cosines of the documents' windows and the queries, both pooled, (Q, C)."""
+        xp = namespace(queries)
+        pooled = xp.concatenate(self.prefixes.pooled[: self.count])
+        windows = (self.first_window + self.window_of_row).reshape(-1)
+        query_of_window = (self.null_row[:, None] + 0 * self.window_of_row).reshape(-1)
+        cosines = []
+        for start in range(0, len(windows), VECTORS):
+            part = slice(start, start + VECTORS)
+            cosines.append(cosine(pooled[windows[part]], queries[query_of_window[part]]))
+        self.similarity[:, :, 0] = xp.concatenate(cosines).reshape(self.window_of_row.shape)
 
     def _scored(self, values: Array) -> Array:
         """Of value vectors (rows, H, all tokens, D) those of scored tokens, (rows, H, T, D)."""
