@@ -204,6 +204,7 @@ async def test_an_explanation_has_its_exact_parts():
             "parts": [[1.0, 0.5], [1.0, 0.5]],
             "agreement": 0.0,
             "matches": [],
+            "similarity_window": None,
             "head_parts": [],
             "similarity_window": None,
         }
