@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from research import rules
 from research.decoders import tables as decoders
 
 from . import few_queries, neighbours, peers, sentences
@@ -39,6 +40,10 @@ TABLES = {
     "long documents": Table("docs/benchmarks.md", "docs/sentences.json", sentences.long_table),
     "few queries in short": Table(
         "docs/training.md", "docs/few-queries.json", few_queries.overview
+    ),
+    "rules": Table("research/docs/thresholds.md", "research/docs/thresholds.json", rules.table),
+    "tuned rules": Table(
+        "research/docs/thresholds.md", "research/docs/thresholds.json", rules.tuned_table
     ),
     "few queries": Table("research/docs/training.md", "docs/few-queries.json", few_queries.tables),
     "models": Table("README.md", DECODERS, decoders.ladder),

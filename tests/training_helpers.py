@@ -73,6 +73,6 @@ def scorings(count=30, help=0.0, seed=0):
     return base, other
 
 
-def means(queries, threshold):
+def means(queries):
     """Means of what a verdict looks at, over the queries for which it means something."""
-    return present_means(measure(queries, threshold))
+    return present_means(measure(queries))

@@ -99,8 +99,7 @@ def train(
 @option(
     "--lost",
     type=click.FloatRange(0, 1),
-    default=0.1,
-    help="Goal: at most this share of the answers lost.",
+    help="Goal: at most this share of the answers lost. Default: the share so far, at most 0.1.",
 )
 @option(
     "--recall",
@@ -114,7 +113,7 @@ def tune(
     output: Path,
     model: str,
     revision: str | None,
-    lost: float,
+    lost: float | None,
     recall: float | None,
     force: bool,
 ) -> None:

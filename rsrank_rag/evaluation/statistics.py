@@ -47,14 +47,6 @@ class Estimate(Record):
             return number(self.mean)
         return f"{number(self.mean)} ({number(self.low)} to {number(self.high)})"
 
-    def proves(self, value: float) -> bool:
-        """Whether all of the interval is at or above a value, and the interval has a width.
-
-        Queries that all agree give an interval without width, however few they are.
-        """
-        low = self.low
-        return low is not None and low != self.high and low >= value - ROUNDING
-
     def is_below(self, value: float) -> bool:
         """Whether all of the interval is below a value, by more than rounding.
 

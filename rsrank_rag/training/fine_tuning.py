@@ -129,7 +129,7 @@ def fine_tune(
 
 def _values(queries: Sequence[ScoredQuery]) -> Tensor:
     """The mean of each query's nDCG@5 and F1 at zero, (queries,)."""
-    measures = measure(queries, 0.0)
+    measures = measure(queries)
     return torch.from_numpy((measures["ndcg@5"] + measures["f1"]) / 2)
 
 

@@ -289,7 +289,7 @@ class TrainingRun:
             f"B of epoch {fitted.best.epoch} of {len(fitted.history)}, chosen by F1 at zero on "
             f"{len(validation)} validation queries"
         )
-        metrics = present_means(measure(rows, 0.0))
+        metrics = present_means(measure(rows))
         return Result(fitted.projection, metrics, settings, written)
 
     def _config(self, result: Result) -> RSRankConfig:

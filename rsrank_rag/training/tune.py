@@ -23,6 +23,9 @@ from .verdict import RULE_MEASURES, Verdict, verdict_on
 
 FOLDS = 5
 
+# With a probability of 95%, a rule that loses none of so many answers loses at most a tenth of all.
+ENOUGH_ANSWERS = 29
+
 
 @dataclass(frozen=True)
 class Tuned:
@@ -51,12 +54,14 @@ class Tuned:
         verdict = self.verdict
         if self.rule == self.before:
             return "the rule so far is the best one"
-        if verdict.unjudged:
-            return "fewer than 10 queries with a relevant document cannot judge a rule"
+        if self.answerable < ENOUGH_ANSWERS and "lost" not in verdict.gains:
+            return (
+                f"{self.answerable} queries with a relevant document (fewer than "
+                f"{ENOUGH_ANSWERS}) cannot rule out that answers are lost"
+            )
         lost = verdict.after["lost"]
         # To keep everything loses nothing, so that every rule loses answers against it.
-        is_selective = self.before.threshold is not None or self.before.max_gap is not None
-        if "lost" in verdict.losses and is_selective:
+        if "lost" in verdict.losses and _is_selective(self.before):
             return f"answers would be lost beyond chance: their share is {lost}, {self._change}"
         if lost.mean > max(self.goal.lost, verdict.before["lost"].mean):
             return f"the goal is missed: the share of answers lost is {lost}, {self._change}"
@@ -84,20 +89,26 @@ class Tuned:
 
 
 def goal_for(
-    queries: Sequence[ScoredQuery], before: Rule, lost: float, recall: float | None
+    queries: Sequence[ScoredQuery], before: Rule, lost: float | None, recall: float | None
 ) -> Goal:
-    """A goal for scored queries.
+    """A goal for scored queries, at least one.
 
-    Args:
-        queries: At least one.
-        before: The rule in use so far.
-        lost: See `Goal`.
-        recall: See `Goal`; None for the recall so far, rounded down, but at most `Goal.recall`.
+    Where a part is None, the rule has to be as good as the rule so far, but not better than `Goal`
+    asks for. If the rule so far keeps everything, it has to be as good as `Goal` asks for.
     """
+    so_far = apply_rule(queries, before)
+    answerable = sum(any(query.relevant) for query in queries)
+    if lost is None:
+        lost = Goal.lost
+        if _is_selective(before) and answerable:
+            lost = min(lost, math.ceil(100 * so_far.lost / answerable) / 100)
     if recall is None:
-        recall = min(Goal.recall, apply_rule(queries, before).recall or 0.0)
-        recall = math.floor(100 * recall) / 100
+        recall = math.floor(100 * min(Goal.recall, so_far.recall or 0.0)) / 100
     return Goal(lost, recall)
+
+
+def _is_selective(rule: Rule) -> bool:
+    return rule.threshold is not None or rule.max_gap is not None
 
 
 def find_rule(queries: Sequence[ScoredQuery], goal: Goal, before: Rule) -> Tuned:
@@ -148,7 +159,7 @@ def tune(
     data: Path,
     output: Path,
     *,
-    lost: float = Goal.lost,
+    lost: float | None = None,
     recall: float | None = None,
     force: bool = False,
     show: Callable[[Tuned], object] = str,

@@ -121,7 +121,7 @@ def judge(before: Sequence[ScoredQuery], after: Sequence[ScoredQuery]) -> Verdic
 
     Needs ir-measures (the ``eval`` extra).
     """
-    return verdict_on(measure(before, 0.0), measure(after, 0.0))
+    return verdict_on(measure(before), measure(after))
 
 
 def verdict_on(before: Mapping[str, Array], after: Mapping[str, Array]) -> Verdict:
@@ -138,7 +138,7 @@ def verdict_on(before: Mapping[str, Array], after: Mapping[str, Array]) -> Verdi
     return verdict
 
 
-def measure(queries: Sequence[ScoredQuery], threshold: float | None) -> dict[str, Array]:
-    """`MEASURES` of each query, (queries,), of what scores above a threshold."""
-    values = {**ranking_measures(queries), **selection_measures(queries, Rule(threshold))}
+def measure(queries: Sequence[ScoredQuery]) -> dict[str, Array]:
+    """`MEASURES` of each query, (queries,), of what scores above zero."""
+    values = {**ranking_measures(queries), **selection_measures(queries, Rule(0.0))}
     return {name: values[name] for name in MEASURES}

@@ -62,7 +62,7 @@ def test_empty_lists_have_no_precision_and_unanswerable_queries_no_recall():
         ScoredQuery([-1.0], [False]),
         ScoredQuery([], []),
     ]
-    found = means(queries, 0.0)
+    found = means(queries)
     assert found["precision"] == 1.0
     assert found["recall"] == 0.5
     assert found["lost"] == 0.5
@@ -71,7 +71,7 @@ def test_empty_lists_have_no_precision_and_unanswerable_queries_no_recall():
 
 def test_a_measure_that_means_nothing_is_left_out():
     nothing_relevant = [ScoredQuery([1.0], [False])] * 12
-    assert set(means(nothing_relevant, 0.0)) == {"ndcg@5", "precision", "f1"}
+    assert set(means(nothing_relevant)) == {"ndcg@5", "precision", "f1"}
     # After nothing is kept, there is no precision to compare.
     verdict = judge(nothing_relevant, [ScoredQuery([-1.0], [False])] * 12)
     assert set(verdict.before) == {"ndcg@5", "precision", "f1"}
