@@ -58,13 +58,14 @@ def figures_of(queries: Sequence[ScoredQuery], rule: Rule) -> Figures:
     result = apply_rule(queries, rule)
     answerable = sum(any(query.relevant) for query in queries)
     unanswerable = len(queries) - answerable
-    return {
+    figures = {
         "lost": result.lost / answerable,
         "kept": result.kept,
         "recall": result.recall,
         "f1": result.f1,
         "called_relevant": result.called_relevant / unanswerable if unanswerable else None,
     }
+    return {key: value if value is None else round(value, 4) for key, value in figures.items()}
 
 
 def groups_of(scored: Scored, measure: Callable[[Sequence[ScoredQuery]], Figures]) -> Figures:

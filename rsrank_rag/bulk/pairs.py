@@ -25,7 +25,7 @@ class PairResult(NamedTuple):
     """The columns that are added to a row, or their values for one pair; see `PairScorer`."""
 
     score: float | None = None
-    kept: bool | None = None
+    above_threshold: bool | None = None
     truncated: bool | None = None
     error: str | None = None
 
@@ -42,8 +42,9 @@ class PairScorer:
 
     - ``score``: on the model's scale, `BLANK_SCORE` for a blank document; null if there is an
       error.
-    - ``kept``: whether the score is above the model's native threshold. False for a blank
-      document; null without a score or without such a threshold.
+    - ``above_threshold``: whether the score is above the model's native threshold. The rest of the
+      rule needs all documents of a query. False for a blank document; null without a score or
+      without such a threshold.
     - ``truncated``: whether the document's end, or the middle of a long query, was not read.
     - ``error``: why there is no score, else null.
 
@@ -52,7 +53,7 @@ class PairScorer:
     >>> scorer = PairScorer(partial(RSRank.from_pretrained, "mini"))
     >>> batch = {"query": ["Which animal gives milk?"], "document": ["A cow gives milk."]}
     >>> scored = scorer(batch)
-    >>> scored["kept"], scored["error"]
+    >>> scored["above_threshold"], scored["error"]
     ([True], [None])
 
     Args:
@@ -96,10 +97,10 @@ class PairScorer:
         if scored is None:
             return PairResult(error=outcome.error or "It could not be scored.")
         threshold = self._engine.reranker.threshold
-        kept = None
+        above = None
         if threshold is not None:
-            kept = passes(scored.score, threshold)
-        return PairResult(scored.score, kept, scored.truncated or outcome.query_truncated)
+            above = passes(scored.score, threshold)
+        return PairResult(scored.score, above, scored.truncated or outcome.query_truncated)
 
     def _outcomes(self, pairs: Sequence[Pair]) -> list[Outcome]:
         """Score pairs.

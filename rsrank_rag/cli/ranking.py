@@ -244,8 +244,8 @@ def score(
 ) -> None:
     """Score the pairs of a file of JSON lines.
 
-    A row has a "query" and a "document"; other columns are copied. Added are score, kept (above
-    the model's threshold), truncated, and error: why a row has no score, else null.
+    A row has a "query" and a "document"; other columns are copied. Added are score,
+    above_threshold, truncated, and error: why a row has no score, else null.
 
     `rsrank score --input pairs.jsonl --output scored.jsonl`
     """

@@ -102,7 +102,7 @@ def test_scores_are_those_of_the_model(ranker, tmp_path):
     expected = [ranker.score(row["query"], [row["document"]])[0] for row in rows]
     # Other batches: float32 rounds otherwise.
     assert [row["score"] for row in out] == pytest.approx(expected, abs=1e-4)
-    assert [row["kept"] for row in out] == [score > 0 for score in expected]
+    assert [row["above_threshold"] for row in out] == [score > 0 for score in expected]
     assert {row["error"] for row in out} == {None}
 
 
@@ -131,9 +131,12 @@ class Threshold(Lengths):
 
 def test_a_blank_document_is_not_kept_and_without_a_threshold_nothing_is():
     batch = {"query": ["q", "q"], "document": ["aa", "  "]}
-    assert PairScorer(partial(Threshold, 2 * BLANK_SCORE))(batch)["kept"] == [True, False]
+    assert PairScorer(partial(Threshold, 2 * BLANK_SCORE))(batch)["above_threshold"] == [
+        True,
+        False,
+    ]
     found = PairScorer(partial(Threshold, None))(batch)
-    assert found["kept"] == [None, None]
+    assert found["above_threshold"] == [None, None]
     assert found["score"] == [-998.0, BLANK_SCORE]
 
 
@@ -160,7 +163,7 @@ def test_pairs_without_a_score_are_named_and_the_others_scored(tmp_path):
     assert [row["score"] is None for row in out] == [False] * 3 + [True] * 3
     no_text = "The query or the document is no text."
     assert [row["error"] for row in out][3:] == [no_text, "has no score.", no_text]
-    assert [row["kept"] for row in out][3:] == [None] * 3
+    assert [row["above_threshold"] for row in out][3:] == [None] * 3
 
 
 def test_whatever_else_a_row_has_is_carried_along(tmp_path):
@@ -266,7 +269,7 @@ def test_a_file_that_changes_while_it_is_read_gives_no_output(tmp_path):
 
 def test_what_was_scored_before_is_refused_with_the_columns_that_it_has_already(tmp_path):
     score_rows(rows_of(2), tmp_path)
-    with pytest.raises(InputError, match=r"Rows of .*out\.jsonl have score, kept"):
+    with pytest.raises(InputError, match=r"Rows of .*out\.jsonl have score, above_threshold"):
         score(tmp_path / "out.jsonl", tmp_path / "again.jsonl", refuse)
 
 

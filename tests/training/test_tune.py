@@ -106,6 +106,14 @@ def test_a_rule_that_may_do_harm_is_a_problem(differences, problem):
         assert tuned.problem.startswith(problem)
 
 
+def test_more_recall_is_a_reason_only_where_the_goal_asks_for_it():
+    tuned = find_rule(typed(), Goal(), ZERO)
+    change = {"lost": (-0.5, -1, 0), "kept": (0.5, 0.1, 1), "recall": (0.3, 0.1, 1)}
+    assert changed(tuned, **change).problem is None
+    satisfied = replace(tuned, goal=Goal(0.5, 0.5))
+    assert changed(satisfied, **change).problem == "nothing is better beyond chance"
+
+
 def test_few_answers_are_enough_only_to_show_that_fewer_are_lost():
     kept = [ScoredQuery([2.0, 1.0, 0.5], LABELS)] * 28
     tuned = find_rule(kept, Goal(), ZERO)
