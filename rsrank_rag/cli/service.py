@@ -67,7 +67,7 @@ class ServeOptions(BaseModel, use_attribute_docstrings=True):
     """Documents of one request."""
     max_body: str = "10MB"
     """Size of one request, such as 10MB."""
-    queue_tokens: PositiveInt = 1_000_000
+    queue_tokens: PositiveInt = 800_000
     """Tokens that may wait, of all requests; a client may have half."""
     batch_tokens: PositiveInt = 1_024
     """Tokens that the model scores at a time. A GPU needs more."""

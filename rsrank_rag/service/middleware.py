@@ -28,6 +28,14 @@ QUIET = frozenset({"/health", "/ready", "/metrics"})
 # All bodies and answers in memory may together have this many times the bytes of the largest body.
 BODIES = 5
 
+# Headers of every answer. A browser must not guess content types, and must not show the service's
+# pages inside a page of another site.
+HEADERS = {
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Content-Security-Policy": "frame-ancestors 'none'",
+}
+
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 # Names by which a service without keys is called: addresses, and names that are not public. A page
@@ -71,7 +79,7 @@ class RequestMiddleware:
         async def send_marked(message: Message) -> None:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
-                MutableHeaders(scope=message)["x-request-id"] = record.id
+                MutableHeaders(scope=message).update({**HEADERS, "x-request-id": record.id})
             await send(message)
 
         try:

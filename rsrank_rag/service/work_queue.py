@@ -32,7 +32,7 @@ class QueueLimits:
         batch_tokens: Tokens of a batch. An item of more tokens runs alone.
     """
 
-    tokens: int = 1_000_000
+    tokens: int = 800_000
     batch_tokens: int = 1_024
 
 
@@ -129,7 +129,7 @@ class WorkQueue:
             request.outcomes[pair] = {}
             tokens = len(pair.document) // CHARACTERS_PER_TOKEN
             if pair.reading.is_whole:
-                tokens = min(tokens, max_tokens or tokens, pair.max_tokens or tokens)
+                tokens = min(tokens, max_tokens or tokens)
             tokens += len(pair.query) // CHARACTERS_PER_TOKEN + 1
             if explain:
                 items.append(QueueItem(request, pair, Task(pair, "explain"), tokens))

@@ -9,6 +9,7 @@ import logging
 import multiprocessing
 import os
 import pickle
+import re
 import subprocess
 import sys
 import threading
@@ -76,6 +77,31 @@ def test_a_query_that_is_too_long_is_cut_by_the_service_which_says_so():
         assert not remote.rank("when opened", DOCUMENTS).query_truncated
         with pytest.raises(InputError, match="The query is too long"):
             remote.rank("when is it opened", DOCUMENTS, long_queries="error")
+
+
+class InWindows(Overlap):
+    """Reads eight words of a document, and long documents in windows by default."""
+
+    long_documents = "windows"
+
+    def token_ends(self, document):
+        words = re.finditer(r"\S+", document)
+        return [word.end() for word in words], 8
+
+    def score(self, query, documents):
+        return super().score(query, [" ".join(text.split()[:8]) for text in documents])
+
+
+def test_long_documents_are_read_by_default_as_the_services_model_reads_them_at_home():
+    documents = [
+        f"{'It rained. ' * 20}The bridge was opened in 1932. {'It snowed. ' * 20}",
+        "frost",
+    ]
+    with serving(InWindows()) as (address, _):
+        for options in ({}, {"long_documents": "cut"}, {"long_documents": "windows"}):
+            found = RemoteReranker(address).rank(QUERY, documents, **options)
+            assert found == InWindows().rank(QUERY, documents, **options)
+            assert len(found.kept) == (options.get("long_documents") != "cut")
 
 
 @pytest.fixture(scope="module")

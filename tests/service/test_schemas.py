@@ -99,7 +99,7 @@ def test_every_document_gives_one_pair_with_its_own_text(documents):
 
 
 def test_unknown_fields_and_any_model_are_accepted():
-    ignored = {"model": {"name": 3}, "truncate": False, "instruction": "i", "max_chunks_per_doc": 1}
+    ignored = {"model": {"name": 3}, "truncate": False, "instruction": "i", "max_tokens_per_doc": 1}
     assert pairs(**ignored) == pairs()
 
 
@@ -122,8 +122,6 @@ def test_unknown_fields_and_any_model_are_accepted():
         {"max_gap": -1},
         {"fallback": 3},
         {"normalize": "perhaps"},
-        {"max_tokens_per_doc": -2},
-        {"max_tokens_per_doc": 5, "extract": "sentences"},
         {"context": 1},
     ],
 )
@@ -146,26 +144,12 @@ def test_switches_and_numbers_are_read_as_programs_send_them(fields, top_n, retu
     assert (request.most, request.return_documents) == (top_n, returned)
 
 
-@pytest.mark.parametrize(
-    ("fields", "expected"),
-    [
-        ({}, None),
-        ({"max_tokens_per_doc": 7}, 7),
-        ({"truncate_prompt_tokens": 5}, 5),
-        ({"truncate_prompt_tokens": -1}, None),
-    ],
-)
-def test_limits_of_tokens_reach_every_pair(fields, expected):
-    assert [pair.max_tokens for pair in pairs(**fields)] == [expected] * 2
-
-
 def test_long_documents_are_read_as_the_model_does_by_default():
     model = Description(Rule(1.0), False, 512, "windows")
     windows = Reading(long_documents="windows")
     assert rerank().pairs(model)[0].reading == windows
     assert rerank(long_documents=None).pairs(model)[0].reading == windows
     assert rerank(long_documents="cut").pairs(model)[0].reading == Reading()
-    assert rerank(max_tokens_per_doc=9).pairs(model)[0].reading == Reading()
 
 
 def error_of(text):

@@ -67,11 +67,6 @@ class RankRequest(BaseModel, strict=True, use_attribute_docstrings=True):
     """Scores between 0 and 1; 0.5 is the native threshold."""
     raw_scores: Flag | None = None
     """False means normalize (TEI, Infinity)."""
-    max_tokens: Annotated[int, Field(ge=-1)] = Field(
-        default=0,
-        validation_alias=AliasChoices("max_tokens_per_doc", "truncate_prompt_tokens"),
-    )
-    """Read at most so many tokens of each document, from its beginning; 0 or -1: all."""
     threshold: FiniteFloat | Native | None = None
     """Leave out documents that do not score above this, on the raw scale; native for the model's
     own; null for none. Without it the service's setting applies."""
@@ -107,8 +102,6 @@ class RankRequest(BaseModel, strict=True, use_attribute_docstrings=True):
         # Both raise for options that are out of range or without effect.
         Rule(threshold=0.0).with_limits(self.limits("native"))
         self.reading("cut")
-        if self.max_tokens > 0 and (self.extract or self.long_documents):
-            raise ValueError("max_tokens_per_doc is for documents that are read whole")
         return self
 
     @property
@@ -123,7 +116,7 @@ class RankRequest(BaseModel, strict=True, use_attribute_docstrings=True):
 
     def reading(self, default: LongDocuments) -> Reading:
         """How documents are read; ``default`` says how long ones are read by default."""
-        long_documents = self.long_documents or ("cut" if self.max_tokens > 0 else default)
+        long_documents = self.long_documents or default
         fields = (self.extract, self.context, self.heading, long_documents, self.max_characters)
         return Reading(*fields)
 
@@ -135,8 +128,7 @@ class RankRequest(BaseModel, strict=True, use_attribute_docstrings=True):
 
     def pairs(self, model: Description) -> list[Pair]:
         """The pairs to be scored, with this request's options."""
-        most = self.max_tokens if self.max_tokens > 0 else None
-        options = (most, self.reading(model.long_documents), self.long_queries == "cut")
+        options = (None, self.reading(model.long_documents), self.long_queries == "cut")
         return [Pair(self.query, text, *options) for text in self.entries]
 
 
