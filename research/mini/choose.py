@@ -24,7 +24,7 @@ from model import Mini, bert_weights, from_artifact
 from safetensors.torch import save_file
 from scores import run
 from texts import Texts
-from validate import Row, Validation, joined_figures, ndcg, summary
+from validate import JOINED, Row, Validation, ndcg, summary
 
 TYPED = (EVERYDAY, "everyday.typo", REAL, MANUALS)
 STRENGTHS = (0.5, 0.75, 1.0)
@@ -181,6 +181,8 @@ def main() -> None:
     texts = Texts(options.start / "backbone" / "tokenizer.json")
     pool = Pool.of(options.data, options.manuals)
     validation = Validation(pool)
+    for name in JOINED:
+        del validation.lists[name]
     trained = torch.load(options.weights, weights_only=True, map_location="cpu")
     start = from_artifact(options.start, options.window)
     model = from_artifact(options.start, options.window).eval()
@@ -188,17 +190,12 @@ def main() -> None:
     for strength in options.strengths:
         model.load_state_dict(interpolated(start, trained, strength), strict=False)
         rows[strength] = validation.rows(model, texts)
-        lists = {name: of for name, of in rows[strength].items() if not name.startswith("joined")}
         for share in SHARES:
-            ranked[strength, share] = ranking(lists, share)
+            ranked[strength, share] = ranking(rows[strength], share)
             print(f"strength {strength}, share {share}: {100 * ranked[strength, share]:.2f}")
     strength, share = max(ranked, key=lambda each: ranked[each])
-    lists = {name: of for name, of in rows[strength].items() if not name.startswith("joined")}
-    limits = choose_limits(lists, share)
-    figures = {
-        name: joined_figures(of_set) if name.startswith("joined") else summary(of_set)
-        for name, of_set in rows[strength].items()
-    }
+    limits = choose_limits(rows[strength], share)
+    figures = {name: summary(of_set) for name, of_set in rows[strength].items()}
     model.load_state_dict(interpolated(start, trained, strength), strict=False)
     about = {"strength": strength, "weights": options.weights.name, "data": sorted(pool.training)}
     export(model, share, limits, options.output, about)

@@ -17,8 +17,10 @@ QUERIES = {EVERYDAY: 120, REAL: 60, MANUALS: 40}
 OTHERS = 8
 """Queries of each public set."""
 AT_ONCE = 6
-JOINED = 60
-"""Queries whose answer is scored alone and joined with seven other passages."""
+ANSWERS = 60
+"""Queries whose answer is scored alone and joined with others."""
+JOINED = {"joined.1": 1, "joined.4": 4, "joined.8": 8}
+"""Passages of a text."""
 
 
 @dataclass
@@ -52,7 +54,7 @@ class Validation:
             Example(typo(e.query, rng, longest=True), e.passages, e.source, e.group)
             for e in everyday
         ]
-        self.lists |= {f"joined.{n}": joined(everyday, n) for n in (1, 4, 8)}
+        self.lists |= {name: joined(everyday, count) for name, count in JOINED.items()}
 
     def rows(self, model: Mini, texts: Texts) -> dict[str, list[Row]]:
         """Set -> scores of its queries."""
@@ -64,7 +66,7 @@ class Validation:
         result: dict[str, dict[str, float]] = {}
         public = []
         for name, of_set in rows.items():
-            if name.startswith("joined"):
+            if name in JOINED:
                 result[name] = joined_figures(of_set)
             elif name in (EVERYDAY, REAL, MANUALS, "everyday.typo"):
                 result[name] = summary(of_set)
@@ -87,7 +89,7 @@ def joined(examples: Sequence[Example], count: int) -> list[Example]:
             if passage.relevant:
                 answers.append((example, passage))
     rng = random.Random(4)
-    answers = rng.sample(answers, min(JOINED, len(answers)))
+    answers = rng.sample(answers, min(ANSWERS, len(answers)))
     total = len(answers)
     members = [[(at + 7 * k) % total for k in range(count)] for at in range(total)]
     texts = ["\n\n".join(answers[m][1].content() for m in each) for each in members]
