@@ -22,11 +22,11 @@ from rsrank_rag.method.scoring import Consume, Row, ShiftReader
 from rsrank_rag.method.template import Template
 from rsrank_rag.training.features import FeatureExtractor
 from rsrank_rag.training.recipe import FeaturePart
-from rsrank_rag.training.store import open_folder, write_features
+from rsrank_rag.training.store import open_folder
 
 from .instruction import InstructedBackbone
 from .plan import Plan, in_order
-from .store import Store, parts_of
+from .store import Store, parts_of, write_part
 
 DTYPE = "float16"
 
@@ -127,7 +127,6 @@ def extract(plan: str, output: Path, model: str | None) -> None:
                 path = store.path(part_of_plan.name, query, name)
                 if path.exists():
                     continue
-                path.parent.mkdir(exist_ok=True)
                 try:
                     features = extractors[part_of_plan.signals].extract(
                         _with_documents(query, places, oracle=name == "first")
@@ -135,7 +134,7 @@ def extract(plan: str, output: Path, model: str | None) -> None:
                 except TrainingError as error:
                     click.echo(f"left out: {error}")
                     continue
-                write_features(path, features)
+                write_part(path, features)
                 written += len(places)
             if written:
                 wall = time.perf_counter() - started[0]

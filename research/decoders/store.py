@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from rsrank_rag.evaluation.datasets import LabelledQuery
-from rsrank_rag.training.store import DESCRIPTION, QueryFeatures, read_features
+from rsrank_rag.partial_files import appearing
+from rsrank_rag.training.store import DESCRIPTION, QueryFeatures
 
 from .plan import first_places
 
@@ -27,7 +28,8 @@ Signal = Literal["values", "keys", "hidden", "raw"]
 """Shifts of value vectors, of keys before rotation, of hidden states that enter a layer, or value
 vectors themselves."""
 
-PARTS = ("first", "rest")
+FIELDS = ("shifts", "relevant", "tokens", "oracle")
+"""What a file holds of `QueryFeatures`."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ class Store:
         for part, path, exists in zip(parts, paths, present, strict=True):
             if not exists:
                 continue
-            features = read_features(path)
+            features = read_part(path)
             selected = select(features.shifts, signal, self.head_dim)
             if selected is None:
                 return None
@@ -103,6 +105,20 @@ class Store:
         return QueryFeatures(
             shifts.flatten(2, 3), relevant, features.tokens, oracle=oracle is not None
         )
+
+
+def write_part(path: Path, features: QueryFeatures) -> None:
+    """Write features without similarity, which a decoder's artifact does not have."""
+    fields = {name: getattr(features, name) for name in FIELDS}
+    path.parent.mkdir(exist_ok=True)
+    with appearing(path) as partial:
+        torch.save(fields, partial)
+
+
+def read_part(path: Path) -> QueryFeatures:
+    """Features that `write_part` wrote, memory-mapped."""
+    stored = torch.load(path, mmap=True, weights_only=True)
+    return QueryFeatures(**{name: stored[name] for name in FIELDS})
 
 
 def parts_of(query: LabelledQuery) -> dict[str, list[int]]:
