@@ -206,7 +206,6 @@ async def test_an_explanation_has_its_exact_parts():
             "matches": [],
             "similarity_window": None,
             "head_parts": [],
-            "similarity_window": None,
         }
     async with serving(Words()) as http:
         response = await http.post("/explain", json={"query": "q", "document": "3"})
