@@ -3,24 +3,13 @@
 import random
 
 import pytest
+from measures import scored_lists
 
 from rsrank_rag.errors import InputError
 from rsrank_rag.evaluation.best_rule import Goal, best_rule
 from rsrank_rag.evaluation.evaluate import shared_rule
 from rsrank_rag.evaluation.metrics import ScoredQuery, apply_rule
 from rsrank_rag.passages.rule import BLANK_SCORE, Fallback, Rule
-
-
-def made_up(count, seed=0, documents=6):
-    """Lists whose scores lie higher or lower as a whole; every third has no relevant document."""
-    rng = random.Random(seed)
-    queries = []
-    for number in range(count):
-        level = rng.gauss(0, 1.5)
-        relevant = [number % 3 > 0 and place < 2 for place in range(documents)]
-        scores = [rng.gauss(level + (1.5 if label else -1.5), 1) for label in relevant]
-        queries.append(ScoredQuery(scores, relevant))
-    return queries
 
 
 def cost(queries, rule, goal):
@@ -38,7 +27,7 @@ def cost(queries, rule, goal):
     "goal", [Goal(), Goal(lost=0.0, recall=0.0), Goal(lost=0.4, recall=0.3), Goal(0.0, 1.0)]
 )
 def test_no_rule_nearby_reaches_the_goal_at_a_lower_cost(goal):
-    queries = made_up(60)
+    queries = scored_lists(60)
     best = best_rule(queries, goal)
     reached = cost(queries, best, goal)
     assert reached[0] == 0.0

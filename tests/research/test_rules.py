@@ -4,7 +4,7 @@ import gzip
 import json
 
 import pytest
-from test_best_rule import made_up
+from measures import scored_lists
 
 from research import rules, selection
 from rsrank_rag.evaluation.metrics import ScoredQuery
@@ -62,7 +62,7 @@ def test_every_rule_has_a_row_in_the_tables(monkeypatch):
     monkeypatch.setattr(rules, "SEEDS", 1)
     names = ("everyday.passage", "fiqa")
     own = {
-        part: {name: made_up(36, seed) for seed, name in enumerate(names, start)}
+        part: {name: scored_lists(36, seed) for seed, name in enumerate(names, start)}
         for part, start in (("validation", 0), ("dev", 2))
     }
     found = rules.measure(own, own["dev"])
@@ -74,7 +74,7 @@ def test_every_rule_has_a_row_in_the_tables(monkeypatch):
 
 
 def test_a_calibration_ranks_by_what_it_learned():
-    sets = {"a": made_up(60)}
+    sets = {"a": scored_lists(60)}
     (scored,) = rules.Calibration(sets)(sets).values()
     before = sum(max(query.scores) == query.scores[0] for query in sets["a"])
     after = sum(max(query.scores) == query.scores[0] for query in scored)
