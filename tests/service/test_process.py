@@ -3,8 +3,10 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -38,8 +40,6 @@ if __name__ == "__main__":
 
 
 def free_port():
-    import socket
-
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -128,8 +128,6 @@ def test_a_second_ctrl_c_ends_the_service_while_its_model_works(tmp_path):
             body = {"query": "q", "documents": ["hang"]}
             with pytest.raises(httpx.HTTPError):
                 http.post(f"{served.url}/v1/rerank", json=body, timeout=1.0)
-        import threading
-
         asked = threading.Thread(target=lambda: suppressed(served.ask, "hang"))
         asked.start()
         while "documents 1.0" not in waiting(served):
@@ -140,6 +138,20 @@ def test_a_second_ctrl_c_ends_the_service_while_its_model_works(tmp_path):
         served.process.send_signal(signal.SIGINT)
         assert served.process.wait(30) == 0
         asked.join(60)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs /proc")
+def test_the_models_process_ends_with_a_killed_service(tmp_path):
+    with Served(tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as served:
+        pid = served.process.pid
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        assert children
+        served.process.kill()
+        served.process.wait()
+        ends = time.monotonic() + 60
+        while any(Path(f"/proc/{child}").exists() for child in children):
+            assert time.monotonic() < ends, "a process is left"
+            time.sleep(0.05)
 
 
 def suppressed(function, *arguments):
