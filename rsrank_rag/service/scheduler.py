@@ -9,6 +9,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
+from ..errors import RSRankError
 from ..reranker import Pair, Reranker
 from .backend import Description, Outcome, ServiceError, unavailable
 from .work_queue import QueueItem, QueueLimits, WorkQueue
@@ -72,11 +73,11 @@ class Scheduler:
 
     async def start(self) -> None:
         """Load the model; returns when it can score, or raises what loading raises."""
+        self._trouble = "The model is being loaded."
         await self._load()
         self._runner = asyncio.create_task(self._run())
 
     async def _load(self) -> None:
-        self._trouble = "The model is being loaded."
         self._description = await self.model.start()
         self._trouble = ""
 
@@ -162,13 +163,15 @@ class Scheduler:
                 if batch or await self._is_idle():
                     await self._run_batch(batch)
             except ProcessLostError:
-                self._trouble = "The model's process has died."
+                self._trouble = "The model's process has died and is being replaced."
                 self._queue.put_back(batch)
-            except Exception:
-                logger.exception("A batch or a load failed.")
+            except Exception as error:
+                # Only our own messages are logged: others may quote a document.
+                reason = error if isinstance(error, RSRankError) else type(error).__name__
+                logger.exception("A batch or a load failed: %s", reason)
                 lost = Outcome(None, fault="internal", error="was lost.")
                 self._queue.finish(batch, [lost] * len(batch))
-                if self._trouble:
+                if self.model.pid is None:
                     await self._pause()
 
     async def _run_batch(self, batch: Sequence[QueueItem]) -> None:

@@ -142,6 +142,7 @@ class ModelProcess:
                 f"The process that was to hold {self.name} ended while it was loading."
             ) from None
         if isinstance(answer, RSRankError):
+            self.kill()
             raise answer
         logger.info("%s was loaded in %.1f s.", self.name, time.monotonic() - started)
         description: Description = answer
