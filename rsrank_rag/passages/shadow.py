@@ -92,7 +92,7 @@ def read(lines: Iterable[str]) -> list[Call]:
         start = '{"shadow"' if '{"shadow"' in line else "{"
         text = "".join(line.partition(start)[1:])
         try:
-            # The service's log has the line as the message of a line of its own.
+            # A log of JSON lines has the line as the message of a line of its own.
             text = json.loads(text).get("message", text)
             calls.append(LogLine.model_validate_json(text).shadow)
         except (ValueError, RecursionError):
