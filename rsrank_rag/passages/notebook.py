@@ -34,7 +34,10 @@ def result_html(result: "RankResult") -> str:
 
 
 def explanation_html(explanation: "Explanation") -> str:
-    """The query's tokens, marked by their shares of the score, above the score and the document."""
+    """The query's tokens, marked by their shares of the score, above the score and the document.
+
+    Of a document with a similarity window, the window is shown.
+    """
     totals = explanation.columns()[1].sum(1).tolist()
     largest = max(map(abs, totals), default=0.0) or 1.0
     tokens = []
@@ -45,5 +48,6 @@ def explanation_html(explanation: "Explanation") -> str:
             f'<span title="{total:+.3f}" style="background: rgba({colour}, {strength:.2f})">'
             f"{escape(token)}</span>"
         )
-    document = escape(shorten(explanation.document, TEXT_LENGTH, placeholder=" …"))
+    start, end = explanation.similarity_window or (0, None)
+    document = escape(shorten(explanation.document[start:end], TEXT_LENGTH, placeholder=" …"))
     return f"<p>{' '.join(tokens)}</p><p><b>{explanation.score:+.2f}</b> {document}</p>"

@@ -1,6 +1,7 @@
 """How a notebook shows results and explanations."""
 
 import re
+from dataclasses import replace
 
 from rsrank_rag import Explanation, Reranker
 
@@ -43,4 +44,6 @@ def test_an_explanation_marks_the_words_that_raise_and_lower_the_score():
         ("-0.250", "220, 40, 40, 0.20", "where"),
         ("+0.750", "0, 160, 60, 0.60", "&lt;flowers&gt;"),
     ]
-    assert "<b>+0.50</b> Flowers &amp; bees" in shown
+    assert "<b>+0.50</b> Flowers &amp; bees</p>" in shown
+    window = replace(explanation, similarity_window=(10, 14))._repr_html_()
+    assert "<b>+0.50</b> bees</p>" in window
