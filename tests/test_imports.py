@@ -85,6 +85,7 @@ def test_the_base_install_can_be_imported_with_a_star_and_looked_through():
 def test_public_names_are_these():
     assert rsrank_rag.__all__ == [
         "Explanation",
+        "Fallback",
         "LoadOptions",
         "Pair",
         "RSRank",
@@ -93,6 +94,7 @@ def test_public_names_are_these():
         "RankedDocument",
         "RemoteReranker",
         "Reranker",
+        "Rule",
         "Scored",
         "Template",
         "TrainingRecord",
