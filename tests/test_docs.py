@@ -1,5 +1,7 @@
 """Every ``python`` block of the README and the docs runs, and every notebook."""
 
+import ast
+import builtins
 import logging
 import platform
 import re
@@ -57,6 +59,34 @@ def test_the_code_of_a_page_runs_from_top_to_bottom(page):
     for block in BLOCK.findall(page.read_text("utf-8")):
         exec(compile(block, str(page), "exec"), names)  # an error fails the test
     assert set(names) > {"__name__", "__builtins__"}
+
+
+ORDERED = "Run the examples in order"
+
+
+def names_of_others(block):
+    """Names that a block reads, and that neither it nor Python defines."""
+    nodes = list(ast.walk(ast.parse(block)))
+    names = [node for node in nodes if isinstance(node, ast.Name)]
+    defined = {node.id for node in names if isinstance(node.ctx, ast.Store)}
+    for node in nodes:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            defined.add(node.name)
+        elif isinstance(node, ast.arg):
+            defined.add(node.arg)
+        elif isinstance(node, ast.alias):
+            defined.add(node.asname or node.name)
+    return {node.id for node in names} - defined - set(dir(builtins))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_whose_blocks_need_earlier_ones_says_so_before_them(page):
+    text = page.read_text("utf-8")
+    dependent = [block for block in BLOCK.findall(text) if names_of_others(block)]
+    if dependent:
+        assert ORDERED in " ".join(text[: text.index(dependent[0])].split())
+    else:
+        assert ORDERED not in text
 
 
 COMMAND = re.compile(r"`pytest (tests/[\w/. ]+?)(?: -k (\"[^\"]+\"|\w+))?`")

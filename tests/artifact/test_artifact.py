@@ -707,7 +707,7 @@ DAMAGES = {
     ),
     "config of the future": (
         edit(format_version=2),
-        ["format_version: Input should be 1", "pip install -U"],
+        ["format_version: Input should be 1", "upgrade this package"],
     ),
     "config of a format that never was": (
         edit(signal="values"),
