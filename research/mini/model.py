@@ -129,14 +129,18 @@ class Mini(nn.Module):
         encoder: With one layer more than ``shape.run``.
         shape: What to build of it.
         window: Positions of a window of local reading.
+        reach: How far a document's tokens see, see `below`.
 
     Attributes:
         fast: The type of token states.
     """
 
-    def __init__(self, encoder: BertModel, shape: Shape, window: int) -> None:
+    def __init__(
+        self, encoder: BertModel, shape: Shape, window: int, reach: int | None = None
+    ) -> None:
         super().__init__()
-        self.shape, self.base, self.window = shape, shape.fuse, window
+        self.shape, self.base = shape, shape.fuse
+        self.window, self.reach = window, reach
         self.heads = encoder.config.num_attention_heads
         self.fast = torch.bfloat16
         self.embeddings = copy.deepcopy(encoder.embeddings)
@@ -162,9 +166,23 @@ class Mini(nn.Module):
             x, x.shape[-1:], e.LayerNorm.weight, e.LayerNorm.bias, e.LayerNorm.eps
         )
 
-    def below(self, hidden: Tensor, valid: Tensor, first: int, last: int) -> Tensor:
-        """Layers first to last - 1, each token seeing its own part only."""
+    def below(
+        self, hidden: Tensor, valid: Tensor, first: int, last: int, reach: int | None = None
+    ) -> Tensor:
+        """Layers first to last - 1, each token seeing its own part only.
+
+        Args:
+            hidden: Token states, (N, S, C).
+            valid: Which of them are no padding, (N, S).
+            first: The first layer.
+            last: The layer after the last one.
+            reach: A token sees the first position, and tokens at most this far away; None for all.
+        """
         mask = None if bool(valid.all()) else valid[:, None, None]
+        if reach is not None and hidden.shape[1] > reach + 1:
+            places = torch.arange(hidden.shape[1], device=hidden.device)
+            near = (places[:, None] - places).abs() <= reach
+            mask = (near | (places == 0)) & valid[:, None, None]
         for layer in self.layers[first:last]:
             hidden = layer(hidden, *layer.keys_values(hidden), mask)
         return hidden
@@ -218,12 +236,12 @@ def pooled(hidden: Tensor, valid: Tensor) -> Tensor:
     return functional.normalize(total / valid.sum(1, keepdim=True), dim=-1)
 
 
-def from_artifact(artifact: Path, window: int) -> Mini:
+def from_artifact(artifact: Path, window: int, reach: int | None = None) -> Mini:
     """The recipe's model with the weights of an artifact."""
     encoder = BertModel.from_pretrained(
         artifact / "backbone", add_pooling_layer=False, dtype=torch.float32
     )
-    model = Mini(encoder, Shape(), window)
+    model = Mini(encoder, Shape(), window, reach)
     small = load_file(artifact / "projection.safetensors")
     with torch.no_grad():
         model.projection.copy_(small["weight"])

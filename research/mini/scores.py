@@ -72,7 +72,8 @@ def run(model: Mini, texts: Texts, batch: Batch) -> Output:
     bases, shifts, embedded, order = [], [], [], []
     for chunk in chunks(ids):
         token_ids, valid = padded([ids[place] for place in chunk], device)
-        hidden = model.below(model.embed(token_ids).to(model.fast), valid, 0, model.base)
+        entering = model.embed(token_ids).to(model.fast)
+        hidden = model.below(entering, valid, 0, model.base, model.reach)
         keys_values = model.document(hidden)
         base = similarity(model, queries, hidden, valid, keys_values[0][1])
         row_of = {place: row for row, place in enumerate(chunk)}

@@ -304,7 +304,8 @@ class Training:
         self.sampler = Sampler(
             self.pool, config["batch"], config["seed"], self.texts.count, self.near
         )
-        self.model = from_artifact(options.start, config["window"]).to(self.device)
+        form = (config["window"], config["reach"] or None)
+        self.model = from_artifact(options.start, *form).to(self.device)
         self.first = from_artifact(options.start, config["window"]).to(self.device).eval()
         self.first.requires_grad_(False)
         model, rates = self.model, config["rates"]
