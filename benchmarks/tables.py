@@ -52,7 +52,6 @@ TABLES = {
     "decoders, typed": Table("research/docs/results.md", DECODERS, decoders.typed),
     "decoders, thresholds": Table("research/docs/results.md", DECODERS, decoders.thresholds),
     "decoders, gaps": Table("research/docs/results.md", DECODERS, decoders.gaps),
-    "decoders, ablations": Table("research/docs/results.md", DECODERS, decoders.ablations),
 }
 
 

@@ -65,15 +65,21 @@ def rounded(queries: Iterable[ScoredQuery]) -> tuple[tuple[float, ...], ...]:
 
 
 def sets_read(
-    plan: Plan, store: Store
+    plan: Plan, store: Store, least: int = 1
 ) -> dict[str, tuple[list[LabelledQuery], list[QueryFeatures]]]:
-    """Queries of the plan's dev sets of which all documents have been read, and their features."""
+    """Queries of the plan's dev sets of which all documents have been read, and their features.
+
+    Args:
+        plan: The plan.
+        store: Its features.
+        least: Sets with fewer queries are left out.
+    """
     sets = {}
     for name, part in plan.files("dev").items():
         drawn = part.drawn()
         features = store.read(name, drawn)
         queries = [query for query in drawn if query.id in features]
-        if queries:
+        if len(queries) >= least:
             sets[name] = queries, [features[query.id] for query in queries]
     return sets
 
@@ -121,6 +127,7 @@ def named(text: str) -> tuple[str, str]:
 @click.argument("output", type=PATH)
 @click.option("--model", "models", multiple=True, help="NAME=ARTIFACT, measured on the features.")
 @click.option("--system", "systems", multiple=True, help="NAME=SYSTEM, measured on the texts.")
+@click.option("--least", type=click.IntRange(1), default=10, help="Leave out smaller sets.")
 @click.option("--ablations", type=PATH, help="A file of research.decoders.ablations to copy.")
 def main(
     plan: str,
@@ -128,10 +135,11 @@ def main(
     output: Path,
     models: tuple[str, ...],
     systems: tuple[str, ...],
+    least: int,
     ablations: Path | None,
 ) -> None:
     """Score the dev queries of PLAN that FEATURES holds, and write OUTPUT (JSON)."""
-    sets = sets_read(Plan.load(plan), Store(features))
+    sets = sets_read(Plan.load(plan), Store(features), least)
     labels = {
         name: tuple(features.relevant for features in rows) for name, (_, rows) in sets.items()
     }

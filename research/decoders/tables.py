@@ -42,11 +42,11 @@ TYPED_SETS = {
 
 
 SHIPPED = {
-    "mini": ("28M", "no torch", "English"),
-    "qwen2.5-coder-0.5b": ("494M", "`[lm]`, 1 GB", "many"),
-    "qwen2.5-coder-1.5b": ("1.5B", "`[lm]`, 3 GB", "many"),
+    "mini": ("28M", "no torch"),
+    "qwen2.5-coder-0.5b": ("494M", "`[lm]`, 1 GB"),
+    "qwen2.5-coder-1.5b": ("1.5B", "`[lm]`, 3 GB"),
 }
-"""Size, needs and languages of the models that ship."""
+"""Size and needs of the models that ship."""
 
 LADDER = {
     "2wiki.sentence": "2Wiki, sentences",
@@ -110,7 +110,7 @@ def ladder(figures: Any) -> str:
     """The shipped models: what each is, and nDCG@5 / F1 by the default rule of some sets."""
     scores = Figures.model_validate(figures).scores
     names = [name for name in LADDER if name in scores.labels]
-    head = ["name", "size", "needs", "languages", *(LADDER[name] for name in names)]
+    head = ["name", "size", "needs", *(LADDER[name] for name in names)]
     rows = []
     for system, of_system in scores.systems.items():
         if system not in SHIPPED:

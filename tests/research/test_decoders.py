@@ -201,7 +201,9 @@ def test_the_artifact_gives_the_scores_of_stored_features(folder, features, arti
     spec = ranker.config.backbone
     assert (spec.name, spec.bits, spec.files) == ("lab/tiny-qwen", 4, {})
     output = folder / "scores.json"
-    run(measure.main, folder / "plan.toml", features, output, "--model", f"tiny={artifact}")
+    model = f"tiny={artifact}"
+    arguments = (folder / "plan.toml", features, output, "--model", model, "--least", 3)
+    run(measure.main, *arguments)
     scores = measure.Figures.model_validate_json(output.read_text()).scores
     queries = Plan.load(str(folder / "plan.toml")).files("dev")["2wiki.sentence"].drawn()
     for query, stored in zip(queries, scores.scored("tiny", "2wiki.sentence"), strict=True):
@@ -247,7 +249,7 @@ def test_tables_show_the_measures_of_the_scores():
     assert row in tables.typed(figures)
     assert "| everyday questions (2) | 63.1 | 33.3 | 33.3 |" in tables.overview(figures)
     figures["scores"]["systems"]["mini"] = scores["ours"]
-    assert "| `mini` | 28M | no torch | English | 63.1 / 33.3 |" in tables.ladder(figures)
+    assert "| `mini` | 28M | no torch | 63.1 / 33.3 |" in tables.ladder(figures)
     del figures["scores"]["systems"]["mini"]
     figures["scores"]["labels"] = {"fiqa": labels[:1]}
     figures["scores"]["systems"]["ours"]["scores"] = {"fiqa": [[1, 2, -1]]}
