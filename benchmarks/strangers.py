@@ -100,11 +100,11 @@ def asked(target: str, method: str = "GET", *more: str) -> Attack:
 
 
 def slowly(port: int) -> Counter[str]:
-    """A body of which a byte comes every half a second, until the connection is closed."""
+    """A body of which a byte comes every half a second, for a minute at most."""
 
     def pieces() -> Iterable[bytes]:
         yield HEAD + b"Content-Length: 1000000\r\n\r\n"
-        while True:
+        for _ in range(120):
             yield b" "
             time.sleep(0.5)
 
@@ -112,11 +112,12 @@ def slowly(port: int) -> Counter[str]:
 
 
 def endless(port: int) -> Counter[str]:
-    """Chunks that do not end."""
+    """Chunks of 100 MB together, without an end."""
     return talk(
         port,
         itertools.chain(
-            [HEAD + CHUNKED + b"\r\n"], itertools.repeat(b"10000\r\n" + b" " * 65536 + b"\r\n")
+            [HEAD + CHUNKED + b"\r\n"],
+            itertools.repeat(b"10000\r\n" + b" " * 65536 + b"\r\n", 1500),
         ),
     )
 

@@ -66,6 +66,9 @@ def answer_errors(app: FastAPI) -> None:
     @app.exception_handler(ServiceError)
     async def not_answered(request: Request, error: ServiceError) -> Response:
         headers = {"Retry-After": str(error.retry_after)} if error.retry_after else {}
+        if error.status == 408:
+            # The rest of a late body may never come.
+            headers["Connection"] = "close"
         return error_response(error.status, str(error), error.documents, headers)
 
     @app.exception_handler(HTTPException)

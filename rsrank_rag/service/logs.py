@@ -40,6 +40,7 @@ class RequestRecord:
         tokens: Tokens read.
         kept: Documents in the answer.
         bytes: Bytes of the body and the answer that were counted.
+        is_answered: Whether an answer has begun.
         milliseconds: From the request's arrival to its answer.
     """
 
@@ -53,6 +54,7 @@ class RequestRecord:
     tokens: int | None = None
     kept: int | None = None
     bytes: int = 0
+    is_answered: bool = False
     milliseconds: float = 0.0
 
     @property
@@ -64,7 +66,7 @@ class RequestRecord:
         """Log the request with the fields that are known."""
         self.milliseconds = round(1000 * self.seconds, 1)
         fields = {name: value for name, value in asdict(self).items() if value is not None}
-        del fields["started"]
+        del fields["started"], fields["is_answered"]
         logger.log(level, "request", extra=fields)
 
 

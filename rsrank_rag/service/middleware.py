@@ -79,6 +79,7 @@ class RequestMiddleware:
         async def send_marked(message: Message) -> None:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
+                record.is_answered = True
                 MutableHeaders(scope=message).update({**HEADERS, "x-request-id": record.id})
             await send(message)
 
@@ -87,7 +88,8 @@ class RequestMiddleware:
         except Exception:
             logger.exception("A request failed.", extra={"id": record.id})
             failure = error_response(500, "The service failed; its log says more.")
-            await failure(scope, receive, send_marked)
+            if not record.is_answered:
+                await failure(scope, receive, send_marked)
         finally:
             self.budget.give_back(client, record.bytes)
             record.route = getattr(scope.get("route"), "path", "other")

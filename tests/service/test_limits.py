@@ -230,6 +230,29 @@ def announcing(size, key):
     return head + b"Content-Length: %d\r\n\r\n" % size
 
 
+async def test_an_answer_that_cannot_be_sent_is_not_followed_by_another():
+    sent = []
+
+    async def send(message):
+        sent.append(message["type"])
+        raise OSError("The connection is broken.")
+
+    scope = {"type": "http", "method": "GET", "path": "/health", "headers": [], "query_string": b""}
+    async with serving() as http:
+        await http.app(scope, None, send)
+    assert sent == ["http.response.start"]
+
+
+async def test_a_body_that_is_late_ends_its_connection():
+    async def slowly():
+        yield b"{"
+        await asyncio.Event().wait()
+
+    async with serving(timeout=0.1) as http:
+        answer = await http.post("/v1/rerank", content=slowly(), headers=JSON)
+    assert (answer.status_code, answer.headers["connection"]) == (408, "close")
+
+
 async def test_a_client_that_leaves_while_it_sends_is_no_error_of_the_service(caplog):
     messages = [
         {"type": "http.request", "body": b"{", "more_body": True},
