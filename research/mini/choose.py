@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
+import tomllib
 import torch
 from batches import EVERYDAY, MANUALS, REAL, Batch, Pool, Text
 from model import Mini, bert_weights, from_artifact
@@ -141,7 +142,8 @@ def export(model: Mini, share: float, limits: Limits, folder: Path, about: dict)
     encoder = {name: tensor.half().contiguous() for name, tensor in bert_weights(model).items()}
     small = {name: tensor.detach().contiguous() for name, tensor in small.items()}
     save_file(encoder | small, folder / "model.safetensors")
-    description = asdict(model.shape) | {"read": model.shape.read, "window": model.window}
+    description = asdict(model.shape) | {"read": model.shape.read}
+    description |= {"window": model.window, "reach": model.reach}
     description |= {"share": share, "limits": asdict(limits), **about}
     (folder / "model.json").write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
 
@@ -173,7 +175,7 @@ def main() -> None:
     add("--manuals", type=Path, default=None, help="what manuals.py wrote")
     add("--start", type=Path, required=True, help="artifact that the training started from")
     add("--weights", type=Path, required=True, help="mean-STEP.pt of the training")
-    add("--window", type=int, default=24, help="positions of a window")
+    add("--config", type=Path, default=Path(__file__).with_name("config.toml"))
     add("--strengths", type=float, nargs="+", default=STRENGTHS)
     add("--output", type=Path, required=True, help="folder for what is chosen")
     options = parser.parse_args()
@@ -184,8 +186,10 @@ def main() -> None:
     for name in JOINED:
         del validation.lists[name]
     trained = torch.load(options.weights, weights_only=True, map_location="cpu")
-    start = from_artifact(options.start, options.window)
-    model = from_artifact(options.start, options.window).eval()
+    config = tomllib.loads(options.config.read_text(encoding="utf-8"))
+    form = (config["window"], config["reach"] or None)
+    start = from_artifact(options.start, *form)
+    model = from_artifact(options.start, *form).eval()
     ranked, rows = {}, {}
     for strength in options.strengths:
         model.load_state_dict(interpolated(start, trained, strength), strict=False)

@@ -45,6 +45,8 @@ def convert(source: Path, folder: Path, start: Path) -> None:
     """Write the artifact."""
     description = json.loads((source / "model.json").read_text(encoding="utf-8"))
     limits = description["limits"]
+    if description["reach"] is not None:
+        raise SystemExit("rsrank_rag reads documents with full attention. Train with reach = 0.")
     weights = load_file(source / "model.safetensors")
     projection, shift_weight, agreement = (weights.pop(name) for name in SMALL)
     with tempfile.TemporaryDirectory() as temporary:
@@ -70,12 +72,9 @@ def convert(source: Path, folder: Path, start: Path) -> None:
             license="apache-2.0",
         )
         # Measured to be as good: research/docs/speed.md, "int8 on a CPU".
-        changed = {
-            "int8": True,
-            "max_gap": limits["gap"],
-            "fallback": Fallback(limits["fallback_gap"], limits["depth"]),
-        }
-        ranker.config = ranker.config.model_copy(update=changed)
+        ranker.config = ranker.config.model_copy(update={"int8": True})
+        ranker.max_gap = limits["gap"]
+        ranker.fallback = Fallback(limits["fallback_gap"], limits["depth"])
         shutil.rmtree(folder, ignore_errors=True)
         ranker.save_pretrained(folder, include_backbone=True)
 

@@ -163,6 +163,21 @@ def test_similarity_is_that_of_the_best_window(recipe):
         assert float(found[text]) == pytest.approx(float(max(sums)) - 1, abs=1e-5)
 
 
+def test_a_text_s_tokens_see_the_first_one_and_their_neighbours_only(recipe):
+    model = recipe.model.from_artifact(ARTIFACT, 24, 4).eval()
+    model.fast = torch.float32
+    texts = recipe.texts.Texts(ARTIFACT / "backbone" / "tokenizer.json")
+    ids, valid = recipe.texts.padded(texts.ids([DOCUMENTS[3]], 400), torch.device("cpu"))
+    changed = ids.clone()
+    changed[0, -2] = 2000
+    with torch.no_grad():
+        one = model.below(model.embed(ids), valid, 0, 1, model.reach)
+        two = model.below(model.embed(changed), valid, 0, 1, model.reach)
+    moved = (one - two).abs().amax(2)[0] > 0
+    assert not moved[:-6].any()
+    assert moved[-6:].all()
+
+
 def test_the_shift_s_own_loss_leaves_similarity_alone(recipe, config):
     batch = recipe.batches.Batch(
         queries=["a"], clean=[None], texts=["x", "y"], parts=[("x",), ("y",)],
