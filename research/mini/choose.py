@@ -35,6 +35,8 @@ ZEROS = np.arange(-2.0, 2.01, 0.1)
 GAPS = (1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0)
 FALLBACK_GAPS = (0.5, 0.75, 1.0, 1.5)
 DEPTHS = (1.0, 1.5, 2.0, 2.5, 3.0)
+WEAK = 0.2
+"""Price of an answer that only the fallback keeps."""
 PASSAGES = (
     (Path(__file__).parents[2] / "examples" / "passages.txt")
     .read_text(encoding="utf-8")
@@ -70,9 +72,10 @@ class Limits:
 def price(rows: Iterable[tuple[np.ndarray, np.ndarray]], limits: Limits) -> float:
     """What a rule costs on lists of scores and labels: mean over the lists, in lost answers.
 
-    A list whose answer is lost costs 1. An irrelevant passage that is kept costs 0.05, a relevant
-    one that is dropped from a list with others 0.25 of its share. A list without an answer that
-    has a score above zero costs 0.1.
+    A list whose answer is lost costs 1, and one whose answer is kept by the fallback only costs
+    `WEAK`. An irrelevant passage that is kept costs 0.05, a relevant one that is dropped from a
+    list with others 0.25 of its share. A list without an answer that has a score above zero costs
+    0.1.
     """
     costs = []
     for scores, relevant in rows:
@@ -83,6 +86,7 @@ def price(rows: Iterable[tuple[np.ndarray, np.ndarray]], limits: Limits) -> floa
         elif not (kept & relevant).any():
             cost += 1.0
         else:
+            cost += WEAK * bool((scores <= limits.zero).all())
             cost += 0.25 * (1 - int((kept & relevant).sum()) / int(relevant.sum()))
         costs.append(cost)
     return float(np.mean(costs))
@@ -186,6 +190,7 @@ def main() -> None:
     for name in JOINED:
         del validation.lists[name]
     trained = torch.load(options.weights, weights_only=True, map_location="cpu")
+    options.output.mkdir(parents=True, exist_ok=True)
     config = tomllib.loads(options.config.read_text(encoding="utf-8"))
     form = (config["window"], config["reach"] or None)
     start = from_artifact(options.start, *form)
@@ -198,6 +203,7 @@ def main() -> None:
             ranked[strength, share] = ranking(rows[strength], share)
             print(f"strength {strength}, share {share}: {100 * ranked[strength, share]:.2f}")
     strength, share = max(ranked, key=lambda each: ranked[each])
+    torch.save(rows[strength], options.output / "rows.pt")
     limits = choose_limits(rows[strength], share)
     figures = {name: summary(of_set) for name, of_set in rows[strength].items()}
     model.load_state_dict(interpolated(start, trained, strength), strict=False)
