@@ -4,17 +4,16 @@ r"""Choose what ships of a training, by validation queries, and write it for exp
         --weights runs/mini/mean-300.pt --output runs/mini/chosen
 
 Three choices follow each other. First the *strength*, the place on the line from the weights of the
-start (0) to the trained ones (1), and the *share* of the shift: what ranks best. Then the *zero*,
-and the numbers of the rule that keeps documents: what costs least (`price`).
+start (0) to the trained ones (1), and the *share* of the shift: what ranks best. Then the rule that
+keeps documents, by `best_rule`; its threshold becomes zero.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -27,16 +26,16 @@ from scores import run
 from texts import Texts
 from validate import JOINED, Row, Validation, ndcg, summary
 
+from rsrank_rag import Rule
+from rsrank_rag.evaluation.best_rule import best_rule
+from rsrank_rag.evaluation.metrics import ScoredQuery
+
 TYPED = (EVERYDAY, "everyday.typo", REAL, MANUALS)
 STRENGTHS = (0.5, 0.75, 1.0)
 SHARES = (0.25, 0.5, 0.75, 1.0)
 """Without a share of the shift there would be nothing that `explain` could show by layer."""
-ZEROS = np.arange(-2.0, 2.01, 0.1)
-GAPS = (1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0)
-FALLBACK_GAPS = (0.5, 0.75, 1.0, 1.5)
-DEPTHS = (1.0, 1.5, 2.0, 2.5, 3.0)
-WEAK = 0.2
-"""Price of an answer that only the fallback keeps."""
+NOT_FOR_RULES = "nfcorpus"
+"""Most of its candidates are relevant, so that all of them are wanted: no rule is for that."""
 PASSAGES = (
     (Path(__file__).parents[2] / "examples" / "passages.txt")
     .read_text(encoding="utf-8")
@@ -49,47 +48,6 @@ QUESTIONS = [
 ]
 REFERENCE = [*PASSAGES, "\n\n".join(PASSAGES[:4])]
 """The last passage is longer than a window."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """A rule for keeping documents; distances are positive."""
-
-    zero: float
-    gap: float
-    fallback_gap: float
-    depth: float
-
-    def kept(self, scores: np.ndarray) -> np.ndarray:
-        """Which documents of a list are kept."""
-        scores = scores - self.zero
-        best = scores.max()
-        if best > 0:
-            return (scores > 0) & (scores >= best - self.gap)
-        return (scores > -self.depth) & (scores >= best - self.fallback_gap)
-
-
-def price(rows: Iterable[tuple[np.ndarray, np.ndarray]], limits: Limits) -> float:
-    """What a rule costs on lists of scores and labels: mean over the lists, in lost answers.
-
-    A list whose answer is lost costs 1, and one whose answer is kept by the fallback only costs
-    `WEAK`. An irrelevant passage that is kept costs 0.05, a relevant one that is dropped from a
-    list with others 0.25 of its share. A list without an answer that has a score above zero costs
-    0.1.
-    """
-    costs = []
-    for scores, relevant in rows:
-        kept = limits.kept(scores)
-        cost = 0.05 * int((kept & ~relevant).sum())
-        if not relevant.any():
-            cost += 0.1 * bool((scores > limits.zero).any())
-        elif not (kept & relevant).any():
-            cost += 1.0
-        else:
-            cost += WEAK * bool((scores <= limits.zero).all())
-            cost += 0.25 * (1 - int((kept & relevant).sum()) / int(relevant.sum()))
-        costs.append(cost)
-    return float(np.mean(costs))
 
 
 def mean_of_groups(values: Mapping[str, float]) -> float:
@@ -108,18 +66,17 @@ def ranking(rows: Mapping[str, Sequence[Row]], share: float) -> float:
     return mean_of_groups(values)
 
 
-def choose_limits(rows: Mapping[str, Sequence[Row]], share: float) -> Limits:
-    """The cheapest rule."""
-    lists = {
-        name: [(row.scores(share), row.relevant) for row in of_set] for name, of_set in rows.items()
-    }
-    best, cheapest = None, float("inf")
-    for zero, gap, fallback_gap, depth in itertools.product(ZEROS, GAPS, FALLBACK_GAPS, DEPTHS):
-        limits = Limits(float(zero), gap, fallback_gap, depth)
-        cost = mean_of_groups({name: price(of_set, limits) for name, of_set in lists.items()})
-        if cost < cheapest:
-            best, cheapest = limits, cost
-    return best
+def choose_rule(rows: Mapping[str, Sequence[Row]], share: float) -> Rule:
+    """The best rule of the library; typed and public sets count the same, and so does each set."""
+    queries, weights = [], []
+    names = [name for name in rows if name != NOT_FOR_RULES]
+    typed = [name for name in names if name in TYPED]
+    for name in names:
+        sets = len(typed) if name in TYPED else len(names) - len(typed)
+        for row in rows[name]:
+            queries.append(ScoredQuery(row.scores(share).tolist(), row.relevant.tolist()))
+            weights.append(1 / sets / len(rows[name]))
+    return best_rule(queries, weights=np.array(weights))
 
 
 def interpolated(
@@ -130,14 +87,14 @@ def interpolated(
     return {name: torch.lerp(own[name], tensor, strength) for name, tensor in weights.items()}
 
 
-def export(model: Mini, share: float, limits: Limits, folder: Path, about: dict) -> None:
+def export(model: Mini, share: float, rule: Rule, folder: Path, about: dict) -> None:
     """Write weights (the encoder's in fp16), their description, and scores of a few pairs."""
     folder.mkdir(parents=True, exist_ok=True)
     with torch.no_grad():
         for parameter in (*model.layers.parameters(), *model.embeddings.parameters()):
             parameter.copy_(parameter.half().float())
         model.shift_weight *= share
-        model.bias -= limits.zero
+        model.bias -= rule.threshold
     small = {
         "projection": model.projection,
         "shift_weight": model.shift_weight,
@@ -148,7 +105,7 @@ def export(model: Mini, share: float, limits: Limits, folder: Path, about: dict)
     save_file(encoder | small, folder / "model.safetensors")
     description = asdict(model.shape) | {"read": model.shape.read}
     description |= {"window": model.window, "reach": model.reach}
-    description |= {"share": share, "limits": asdict(limits), **about}
+    description |= {"share": share, "rule": asdict(rule), **about}
     (folder / "model.json").write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
 
 
@@ -204,16 +161,16 @@ def main() -> None:
             print(f"strength {strength}, share {share}: {100 * ranked[strength, share]:.2f}")
     strength, share = max(ranked, key=lambda each: ranked[each])
     torch.save(rows[strength], options.output / "rows.pt")
-    limits = choose_limits(rows[strength], share)
+    rule = choose_rule(rows[strength], share)
     figures = {name: summary(of_set) for name, of_set in rows[strength].items()}
     model.load_state_dict(interpolated(start, trained, strength), strict=False)
     about = {"strength": strength, "weights": options.weights.name, "data": sorted(pool.training)}
-    export(model, share, limits, options.output, about)
+    export(model, share, rule, options.output, about)
     reference(model, texts, options.output)
     figures["ranked"] = {f"{a:g}, {b:g}": round(100 * v, 2) for (a, b), v in ranked.items()}
     text = json.dumps(figures, indent=1)
     (options.output / "validation.json").write_text(text + "\n", encoding="utf-8")
-    print(strength, share, limits)
+    print(strength, share, rule)
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ def encoder(weights: dict[str, Tensor], start: Path) -> BertModel:
 def convert(source: Path, folder: Path, start: Path) -> None:
     """Write the artifact."""
     description = json.loads((source / "model.json").read_text(encoding="utf-8"))
-    limits = description["limits"]
+    rule = description["rule"]
     if description["reach"] is not None:
         raise SystemExit("rsrank_rag reads documents with full attention. Train with reach = 0.")
     weights = load_file(source / "model.safetensors")
@@ -73,8 +73,8 @@ def convert(source: Path, folder: Path, start: Path) -> None:
         )
         # Measured to be as good: research/docs/speed.md, "int8 on a CPU".
         ranker.config = ranker.config.model_copy(update={"int8": True})
-        ranker.max_gap = limits["gap"]
-        ranker.fallback = Fallback(limits["fallback_gap"], limits["depth"])
+        ranker.max_gap = rule["max_gap"]
+        ranker.fallback = rule["fallback"] and Fallback(**rule["fallback"])
         shutil.rmtree(folder, ignore_errors=True)
         ranker.save_pretrained(folder, include_backbone=True)
 

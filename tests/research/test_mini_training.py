@@ -196,12 +196,15 @@ def test_the_shift_s_own_loss_leaves_similarity_alone(recipe, config):
     assert not base.grad.any()
 
 
-def test_the_rule_that_is_chosen_is_the_library_s(recipe):
-    limits = recipe.choose.Limits(zero=0.5, gap=2.0, fallback_gap=1.0, depth=2.0)
-    rule = Rule(threshold=0.0, max_gap=2.0, fallback=Fallback(1.0, 2.0))
-    for scores in ([0.6, 3.0, 0.9, 2.0], [-1.6, -0.4, 0.4, -1.0], [-3.0, -2.0]):
-        kept = limits.kept(np.array(scores)).nonzero()[0].tolist()
-        assert kept == sorted(rule.select([score - 0.5 for score in scores]))
+def test_the_rule_that_is_chosen_keeps_each_answer_and_nothing_else(recipe):
+    def row(*scores):
+        relevant = np.array([True, False, False])
+        return recipe.validate.Row(np.array(scores), np.zeros(3), relevant)
+
+    rows = {recipe.data.EVERYDAY: [row(3.0, 1.0, 0.5)], "fiqa": [row(2.0, 0.5, -1.0)]}
+    rule = recipe.choose.choose_rule(rows, 1.0)
+    for each in (*rows[recipe.data.EVERYDAY], *rows["fiqa"]):
+        assert list(rule.select(each.scores().tolist())) == [0]
 
 
 def test_the_teacher_goes_on_where_it_was_stopped(recipe, tmp_path):
@@ -274,8 +277,8 @@ def test_a_run_that_was_killed_ends_where_an_unbroken_one_does(trainer, tmp_path
 def test_what_is_exported_scores_as_the_recipe_does(recipe, tmp_path):
     texts = recipe.texts.Texts(ARTIFACT / "backbone" / "tokenizer.json")
     model = recipe.model.from_artifact(ARTIFACT, 24).eval()
-    limits = recipe.choose.Limits(zero=0.25, gap=1.5, fallback_gap=0.5, depth=3.0)
-    recipe.choose.export(model, 0.5, limits, tmp_path / "chosen", {"data": ["notes"]})
+    rule = Rule(threshold=0.25, max_gap=1.5, fallback=Fallback(0.5, 3.0))
+    recipe.choose.export(model, 0.5, rule, tmp_path / "chosen", {"data": ["notes"]})
     recipe.choose.reference(model, texts, tmp_path / "chosen")
     command = [sys.executable, RECIPE / "export.py", "--weights", tmp_path / "chosen"]
     command += ["--start", ARTIFACT, "--output", tmp_path / "artifact"]
@@ -283,7 +286,7 @@ def test_what_is_exported_scores_as_the_recipe_does(recipe, tmp_path):
     assert "largest difference from the recipe's own scores" in output
     ranker = RSRank.from_pretrained(tmp_path / "artifact", device="cpu", dtype="float32")
     assert ranker.config.training.data == ("notes",)
-    assert ranker.config.max_gap == 1.5
+    assert ranker.native_rule == Rule(threshold=0.0, max_gap=1.5, fallback=Fallback(0.5, 3.0))
     assert ranker.config.similarity_window == 24
 
 
