@@ -488,5 +488,5 @@ def test_raw_representations_are_a_system_like_any_other(tiny_folder, data, tmp_
 
 def test_without_sentence_transformers_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "sentence_transformers", None)
-    with pytest.raises(MissingDependencyError, match=r"pip install .*\[eval\]"):
+    with pytest.raises(MissingDependencyError, match=r"pip install .*\[systems\]"):
         CrossEncoder("a/b")

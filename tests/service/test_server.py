@@ -532,7 +532,9 @@ async def test_clients_with_different_keys_share_the_model():
         done = []
 
         async def ask(key, count):
-            body = {"query": "q", "documents": [str(n) for n in range(count)]}
+            # Long enough that one client's documents do not fit into one batch.
+            texts = [f"{n} {'x' * 40}" for n in range(count)]
+            body = {"query": "q", "documents": texts}
             await http.post("/v1/rerank", json=body, headers={"Authorization": f"Bearer {key}"})
             done.append(key)
 
