@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from rsrank_rag import RSRank
 from rsrank_rag.language_model.options import has_fast_bfloat16
 from rsrank_rag.reranker import Pair
+from rsrank_rag.service.backend import Task
 from rsrank_rag.service.engine import Engine
 
 WORDS = [
@@ -106,7 +107,8 @@ def test_in_deterministic_mode_neighbours_and_order_change_no_bit(
     pairs = [Pair(QUERIES[1], other) for other in neighbours]
     pairs += [Pair(query, document), Pair(QUERIES[1], document)]
     assert deterministic.score_pairs(pairs)[-2].score == alone
-    assert Engine(deterministic, "mini").run(pairs)[0][-2].score == alone
+    tasks = [Task(pair) for pair in pairs]
+    assert Engine(deterministic).run(tasks)[-2].scored.score == alone
 
 
 @pytest.mark.parametrize("on_disk", [False, True])
