@@ -9,8 +9,11 @@ import socket
 from collections.abc import Callable
 from types import FrameType
 
-import uvicorn
-from fastapi import FastAPI
+from ..errors import needs
+
+with needs("The service needs {}.", "serve", "fastapi", "uvicorn"):
+    import uvicorn
+    from fastapi import FastAPI
 
 # Connections and requests at a time. Above that, requests are answered with status 503.
 CONNECTIONS = 1000
