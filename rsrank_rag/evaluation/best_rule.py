@@ -64,14 +64,14 @@ def best_rule(
     Raises:
         InputError: No query has a relevant document with text.
 
-    >>> found = ScoredQuery([3.0, 1.0, 0.5], [True, False, False])
+    >>> first = ScoredQuery([3.0, 1.0, 0.5], [True, False, False])
     >>> lower = ScoredQuery([-1.0, -3.0, -3.5], [True, False, False])
-    >>> best_rule([found, lower])
+    >>> best_rule([first, lower])
     Rule(threshold=-1.01, max_gap=0.0, fallback=None, top_n=None)
     """
     grid = _Grid(queries, weights)
     goal = goal or Goal()
-    found: list[tuple[tuple[float, ...], Rule]] = []
+    candidates: list[tuple[tuple[float, ...], Rule]] = []
     for threshold in grid.thresholds:
         has_strong = grid.best > threshold
         # Bars of documents above the threshold, then of the fallback.
@@ -91,8 +91,8 @@ def best_rule(
         place = np.lexsort(keys.reshape(4, -1)[::-1])[0]
         row, column = np.unravel_index(place, kept.shape)
         key = tuple(keys[:, row, column].tolist())
-        found.append((key, Rule(threshold, gaps[row], fallbacks[column])))
-    return min(found, key=lambda one: one[0])[1]
+        candidates.append((key, Rule(threshold, gaps[row], fallbacks[column])))
+    return min(candidates, key=lambda one: one[0])[1]
 
 
 class _Grid:

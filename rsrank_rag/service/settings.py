@@ -72,12 +72,12 @@ class Keys:
         if trouble and trouble != self._trouble:
             logger.error(trouble)
         self._trouble = trouble
-        found = None
+        matching = None
         # All keys are compared, so that the time does not depend on which one matches.
         for key in self._fixed + self._from_file:
             if hmac.compare_digest(key.encode(), sent.encode()):
-                found = key
-        return found
+                matching = key
+        return matching
 
 
 def keys_in(file: Path | None) -> list[str]:
