@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from rsrank_rag.language_model.attention import attend as grouped_attention
+from rsrank_rag.backends.torch.attention import attend as grouped_attention
 
 DOCUMENTS, POSITIONS, TOKENS, HEADS, GROUPS, WIDTH = 16, 229, 25, 8, 4, 128
 

@@ -24,10 +24,10 @@ import torch
 from research.features import ResearchRun
 from research.recipe import ResearchRecipe
 from rsrank_rag.artifact import hub
+from rsrank_rag.backends.torch.projection import Projection
 from rsrank_rag.evaluation.datasets import dataset_name
-from rsrank_rag.method.projection import Projection
 from rsrank_rag.partial_files import write_text
-from rsrank_rag.training.batches import scored
+from rsrank_rag.training.feature_scores import scored
 from rsrank_rag.training.fine_tuning import FineTuningOptions, fine_tune
 from rsrank_rag.training.store import QueryFeatures
 from rsrank_rag.training.verdict import Verdict, judge

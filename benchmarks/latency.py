@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from rsrank_rag import RSRank
-from rsrank_rag.language_model.attention import NAME
-from rsrank_rag.language_model.weights import bits_of
+from rsrank_rag.backends.torch.attention import NAME
+from rsrank_rag.backends.torch.weights import bits_of
 from rsrank_rag.method.batches import Batches, Ids
 
 from .timing import Measured, System, machine, matmul_ceiling, measure

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from rsrank_rag import RSRank
+from rsrank_rag.backends.torch.backbone import Backbone
 from rsrank_rag.evaluation.datasets import read_labelled
-from rsrank_rag.method.backbone import Backbone
 from rsrank_rag.method.prefix import Prefix, Prefixes
 from rsrank_rag.method.scoring import Row
 from rsrank_rag.prefixes.cache import PackedPrefix

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from rsrank_rag import RankResult, RSRank
-from rsrank_rag.passages.parts import Span, sentences
+from rsrank_rag.reading.parts import Span, sentences
 
 SETS = ("hotpotqa", "2wiki", "fever")
 TOGETHER = 4

@@ -22,8 +22,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModel, Qwen3Config
 
+from rsrank_rag.backends.torch.check import open_backbone
 from rsrank_rag.evaluation.datasets import LabelledDocument, LabelledQuery
-from rsrank_rag.language_model.check import open_backbone
 from rsrank_rag.method.scoring import ShiftReader
 from rsrank_rag.method.template import Template, TokenisedDocument, TokenisedQuery
 from rsrank_rag.training.features import FeatureExtractor

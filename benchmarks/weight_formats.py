@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from rsrank_rag import RSRank
 from rsrank_rag.evaluation.datasets import read_labelled
 from rsrank_rag.evaluation.evaluate import score_dataset, summarise
-from rsrank_rag.passages.rule import Rule
+from rsrank_rag.ranking.rule import Rule
 
 
 def nf4_weights(ranker: RSRank) -> None:

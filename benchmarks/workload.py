@@ -21,15 +21,15 @@ from torch.nn.functional import cosine_similarity, normalize
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
 from rsrank_rag import RSRank, Template
-from rsrank_rag.language_model.fusion import layers_of
-from rsrank_rag.language_model.options import LoadOptions
+from rsrank_rag.backends.options import LoadOptions
+from rsrank_rag.backends.torch.fusion import layers_of
+from rsrank_rag.backends.torch.projection import Projection
 from rsrank_rag.method.formula import (
     combine,
     representational_shift,
     shift_terms,
     similarity_windows,
 )
-from rsrank_rag.method.projection import Projection
 from rsrank_rag.method.scoring import of_layer
 
 WORDS = """

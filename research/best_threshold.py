@@ -6,7 +6,7 @@ import numpy as np
 
 from rsrank_rag.evaluation.metrics import ScoredQuery
 from rsrank_rag.evaluation.statistics import ROUNDING, Array
-from rsrank_rag.passages.rule import BLANK_SCORE, best_first
+from rsrank_rag.ranking.rule import BLANK_SCORE, best_first
 
 
 def best_threshold(

@@ -26,8 +26,9 @@ from click import option
 import research.systems  # noqa: F401 - makes the systems of the paper known by name
 from benchmarks.timing import machine
 from rsrank_rag import RSRank
-from rsrank_rag.adapters.systems import load as load_system
-from rsrank_rag.adapters.systems import parse
+from rsrank_rag.adapters.kinds import load as load_system
+from rsrank_rag.adapters.kinds import parse
+from rsrank_rag.backends.options import LoadOptions, ModelSource
 from rsrank_rag.cli.options import PATH, command, progress
 from rsrank_rag.errors import InputError, RSRankError, required
 from rsrank_rag.evaluation.datasets import LabelledQuery
@@ -39,11 +40,10 @@ from rsrank_rag.evaluation.metrics import (
 )
 from rsrank_rag.evaluation.statistics import Array, estimate_mean
 from rsrank_rag.evaluation.unanswerable import auroc, best_scores, false_accepts
-from rsrank_rag.language_model.options import LoadOptions, ModelSource
 from rsrank_rag.method.arrays import namespace
 from rsrank_rag.method.formula import Weights
 from rsrank_rag.partial_files import write_text
-from rsrank_rag.passages.rule import Rule
+from rsrank_rag.ranking.rule import Rule
 from rsrank_rag.reranker import Reranker
 
 from . import kept_scores

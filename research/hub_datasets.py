@@ -17,11 +17,11 @@ from typing import Any, Literal
 import click
 from click import option
 
+from rsrank_rag.backends.hub_errors import HUB_ERRORS
+from rsrank_rag.backends.options import LoadOptions
 from rsrank_rag.cli.options import PATH, command
 from rsrank_rag.errors import InputError, required
 from rsrank_rag.evaluation.datasets import LabelledDocument, LabelledQuery, read_sets
-from rsrank_rag.language_model.hub_errors import HUB_ERRORS
-from rsrank_rag.language_model.options import LoadOptions
 from rsrank_rag.partial_files import write_text
 
 from .negatives import Negatives, choose, replace_negatives

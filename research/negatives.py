@@ -14,11 +14,11 @@ import numpy as np
 from pydantic import BaseModel, Field
 from typing_extensions import Self
 
+from rsrank_rag.backends.options import LoadOptions
 from rsrank_rag.errors import InputError
 from rsrank_rag.evaluation.datasets import LabelledDocument, LabelledQuery
 from rsrank_rag.evaluation.systems.bm25 import BM25
 from rsrank_rag.evaluation.systems.sentence_transformers import BiEncoder
-from rsrank_rag.language_model.options import LoadOptions
 
 Kind = Literal["random", "bm25", "dense"]
 

@@ -8,8 +8,8 @@ from typing import ClassVar
 from pydantic import AliasChoices, Field, PositiveInt, model_validator
 from typing_extensions import Self
 
+from rsrank_rag.backends.options import LoadOptions
 from rsrank_rag.evaluation.datasets import LabelledQuery, dataset_name, read_labelled
-from rsrank_rag.language_model.options import LoadOptions
 from rsrank_rag.training.recipe import SHIPPED, DataPart, FeaturePart, Recipe, shipped
 
 from .hub_datasets import Granularity, Split, load_named

@@ -24,7 +24,7 @@ from rsrank_rag.evaluation.evaluate import shared_rule
 from rsrank_rag.evaluation.metrics import ScoredQuery, apply_rule
 from rsrank_rag.evaluation.statistics import Array
 from rsrank_rag.evaluation.systems.sentence_transformers import BiEncoder
-from rsrank_rag.passages.rule import Fallback, Rule
+from rsrank_rag.ranking.rule import Fallback, Rule
 from rsrank_rag.training.tune import find_rule, goal_for
 
 from . import kept_scores

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .artifact.config import TrainingRecord
+    from .backends.options import LoadOptions
     from .errors import RSRankError
     from .langchain import RSRankCompressor, RSRankRetriever
-    from .language_model.options import LoadOptions
     from .llama_index import RSRankPostprocessor
     from .method.template import Template
-    from .passages.explanation import Explanation
+    from .ranking.explanation import Explanation
     from .remote.client import RemoteReranker
     from .reranker import Fallback, Pair, RankedDocument, RankResult, Reranker, Rule, Scored
     from .rsrank import RSRank
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
-    "Explanation": "passages.explanation",
+    "Explanation": "ranking.explanation",
     "Fallback": "reranker",
-    "LoadOptions": "language_model.options",
+    "LoadOptions": "backends.options",
     "Pair": "reranker",
     "RSRank": "rsrank",
     "RSRankCompressor": "langchain",

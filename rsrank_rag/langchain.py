@@ -12,8 +12,8 @@ from typing_extensions import Unpack
 
 from .adapters.settings import WEAK, RerankerAdapter, Unranked, without_marks
 from .errors import InputError, nearest, needs
-from .passages.documents import InputDocument
-from .passages.titles import lines_before
+from .reading.documents import InputDocument
+from .reading.titles import lines_before
 from .reranker import Limits, RankResult
 
 with needs("rsrank_rag.langchain needs langchain-core.", "langchain", "langchain_core"):

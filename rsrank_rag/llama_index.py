@@ -6,7 +6,7 @@ from pydantic import model_validator
 
 from .adapters.settings import RerankerAdapter, Unranked, without_marks
 from .errors import InputError, needs
-from .passages.documents import InputDocument
+from .reading.documents import InputDocument
 from .reranker import RankResult
 
 with needs("rsrank_rag.llama_index needs llama-index-core.", "llama-index", "llama_index"):

@@ -8,12 +8,12 @@ from typing import Literal
 from typing_extensions import Self, Unpack
 
 from .errors import InputError, ScoringError, check_choice, check_count, check_names, check_text
-from .passages.documents import DocumentLike, InputDocument, as_documents
-from .passages.explanation import Explanation
-from .passages.pairs import Pair, parts_of, score_in_parts, spans_of
-from .passages.parts import WHOLE, LongDocuments, Reading, ReadingOptions
-from .passages.ranked import RankedDocument, RankResult, Scored, blanks_last, choose
-from .passages.rule import BLANK_SCORE, Fallback, Limits, Native, Rule
+from .ranking.explanation import Explanation
+from .ranking.pairs import Pair, parts_of, score_in_parts, spans_of
+from .ranking.results import RankedDocument, RankResult, Scored, blanks_last, choose
+from .ranking.rule import BLANK_SCORE, Fallback, Limits, Native, Rule
+from .reading.documents import DocumentLike, InputDocument, as_documents
+from .reading.parts import WHOLE, LongDocuments, Reading, ReadingOptions
 
 # Users import the types of results from here.
 __all__ = [

@@ -30,10 +30,10 @@ from .method.formula import similarity_windows
 from .method.prefix import padded_length
 from .method.scoring import Row, ShiftReader, score_rows
 from .method.template import PromptTokenizer, TokenisedDocument, TokenisedQuery
-from .passages.explanation import Explanation
-from .passages.parts import Span, stripped
 from .prefixes.cache import CachedPrefixes, PrefixTiers, check_room
 from .prefixes.settings import cache_settings
+from .ranking.explanation import Explanation
+from .reading.parts import Span, stripped
 from .reranker import (
     BLANK_SCORE,
     Pair,
@@ -46,9 +46,9 @@ from .reranker import (
 )
 
 if TYPE_CHECKING:
+    from .backends.base import LanguageModel
+    from .backends.torch.projection import Projection
     from .method.formula import Weights
-    from .method.language_model import LanguageModel
-    from .method.projection import Projection
 
 logger = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ from transformers import PreTrainedTokenizerFast
 
 from rsrank_rag import Reranker, RSRank, Template
 from rsrank_rag.artifact import hub
-from rsrank_rag.language_model.options import LoadOptions
-from rsrank_rag.method.projection import Projection
+from rsrank_rag.backends.options import LoadOptions
+from rsrank_rag.backends.torch.projection import Projection
 from rsrank_rag.prefixes.cache import CachedPrefixes, PrefixTiers
 
 # They run where torch is not installed.

@@ -3,7 +3,7 @@
 import random
 
 from rsrank_rag.evaluation.metrics import ScoredQuery, selection_measures
-from rsrank_rag.passages.rule import Rule
+from rsrank_rag.ranking.rule import Rule
 
 
 def f1_at(query, threshold):

@@ -10,13 +10,13 @@ import httpx
 
 from rsrank_rag import Reranker
 from rsrank_rag.errors import InputError, ScoringError
-from rsrank_rag.passages.explanation import Explanation
+from rsrank_rag.ranking.explanation import Explanation
 from rsrank_rag.reranker import Scored
 from rsrank_rag.service.app import Settings, create_app
+from rsrank_rag.service.model_process import ModelProcess, answer_calls
 from rsrank_rag.service.scheduler import Scheduler
 from rsrank_rag.service.server import Server
 from rsrank_rag.service.work_queue import QueueLimits
-from rsrank_rag.service.worker import ModelProcess, answer_calls
 
 
 class Numbers(Reranker):

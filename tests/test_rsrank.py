@@ -30,10 +30,10 @@ from hypothesis import strategies as st
 from transformers import AutoModel
 
 from rsrank_rag import Explanation, RSRank
+from rsrank_rag.backends.options import LoadOptions
+from rsrank_rag.backends.torch.projection import Projection
 from rsrank_rag.errors import BackboneError, InputError, MissingDependencyError, ScoringError
-from rsrank_rag.language_model.options import LoadOptions
 from rsrank_rag.method.batches import TOKEN_BUDGET, Batches
-from rsrank_rag.method.projection import Projection
 from rsrank_rag.reranker import BLANK_SCORE, Pair
 
 # `score_pairs` reads the clock from here.
@@ -527,9 +527,9 @@ LIMITED = """
     import torch
     from transformers import LlamaConfig, LlamaModel, PreTrainedTokenizerFast
     from rsrank_rag import RSRank, Template
-    from rsrank_rag.method.projection import Projection
+    from rsrank_rag.backends.torch.projection import Projection
     from rsrank_rag.errors import ScoringError
-    from rsrank_rag.language_model.options import LoadOptions
+    from rsrank_rag.backends.options import LoadOptions
 
     torch.set_num_threads(1)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
@@ -731,7 +731,7 @@ def test_two_quantisations_at_once_are_refused(tiny_folder):
 def test_a_missing_package_is_named_with_the_command_that_installs_it(
     tiny_folder, monkeypatch, option
 ):
-    monkeypatch.setattr("rsrank_rag.language_model.loading.find_spec", lambda name: None)
+    monkeypatch.setattr("rsrank_rag.backends.torch.loading.find_spec", lambda name: None)
     said = r"need bitsandbytes.*pip install .*\[8bit\]"
     with pytest.raises(MissingDependencyError, match=said) as caught:
         load_ranker(tiny_folder("llama"), "llama", **{option: True})

@@ -11,10 +11,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rsrank_rag import RSRank
-from rsrank_rag.language_model.options import has_fast_bfloat16
+from rsrank_rag.backends.options import has_fast_bfloat16
 from rsrank_rag.reranker import Pair
-from rsrank_rag.service.backend import Task
 from rsrank_rag.service.engine import Engine
+from rsrank_rag.service.messages import Task
 
 WORDS = [
     "bridge",

@@ -12,14 +12,14 @@ from pathlib import Path
 import click
 import numpy as np
 
+from rsrank_rag.backends.torch.projection import Projection
 from rsrank_rag.cli.options import PATH, command
 from rsrank_rag.errors import InputError
 from rsrank_rag.evaluation.metrics import ScoredQuery, ranking_measures, selection_measures
 from rsrank_rag.evaluation.statistics import Estimate, Record, estimate_mean
-from rsrank_rag.method.projection import Projection
 from rsrank_rag.partial_files import write_text
-from rsrank_rag.passages.rule import Rule
-from rsrank_rag.training.batches import scored, split
+from rsrank_rag.ranking.rule import Rule
+from rsrank_rag.training.feature_scores import scored, split
 from rsrank_rag.training.fit import TERMS, FitOptions, fit
 from rsrank_rag.training.store import QueryFeatures
 

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from rsrank_rag.artifact.pretrained import open_model
+from rsrank_rag.backends.torch.fusion import layers_of
+from rsrank_rag.backends.torch.weights import bits_of
 from rsrank_rag.cli.options import PATH, command
 from rsrank_rag.errors import TrainingError
 from rsrank_rag.evaluation.datasets import LabelledQuery
-from rsrank_rag.language_model.fusion import layers_of
-from rsrank_rag.language_model.weights import bits_of
 from rsrank_rag.method.scoring import Consume, Row, ShiftReader
 from rsrank_rag.method.template import Template
 from rsrank_rag.training.features import FeatureExtractor

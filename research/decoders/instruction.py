@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from rsrank_rag.method.backbone import Backbone
+from rsrank_rag.backends.torch.backbone import Backbone
+from rsrank_rag.backends.torch.probe import Recorder
 from rsrank_rag.method.batches import Ids
 from rsrank_rag.method.prefix import Prefix, Prefixes, padded_length
-from rsrank_rag.method.probe import Recorder
 
 
 class DocumentRecorder(Recorder):

@@ -5,17 +5,17 @@ from pathlib import Path
 
 import click
 
-from rsrank_rag.adapters.systems import load
+from rsrank_rag.adapters.kinds import load
 from rsrank_rag.artifact import hub
+from rsrank_rag.backends.options import LoadOptions, ModelSource
 from rsrank_rag.cli.options import PATH, command
 from rsrank_rag.evaluation.datasets import LabelledQuery
 from rsrank_rag.evaluation.evaluate import score_dataset
 from rsrank_rag.evaluation.metrics import ScoredQuery
 from rsrank_rag.evaluation.statistics import Record
-from rsrank_rag.language_model.options import LoadOptions, ModelSource
 from rsrank_rag.partial_files import write_text
-from rsrank_rag.passages.rule import Fallback, Rule
-from rsrank_rag.training.batches import scored
+from rsrank_rag.ranking.rule import Fallback, Rule
+from rsrank_rag.training.feature_scores import scored
 from rsrank_rag.training.store import QueryFeatures
 
 from ..best_threshold import shared_threshold

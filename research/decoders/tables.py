@@ -11,7 +11,7 @@ import numpy as np
 
 from rsrank_rag.evaluation.metrics import ScoredQuery, ranking_measures, selection_measures
 from rsrank_rag.evaluation.unanswerable import auroc, best_scores
-from rsrank_rag.passages.rule import Rule
+from rsrank_rag.ranking.rule import Rule
 
 from ..best_threshold import best_threshold
 from ..reproduction.thresholds import paired_t_test, threshold_stability

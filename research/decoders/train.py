@@ -17,15 +17,15 @@ from rsrank_rag.artifact.config import RSRankConfig, TrainingRecord
 from rsrank_rag.artifact.hub import write_artifact
 from rsrank_rag.artifact.identity import describe
 from rsrank_rag.artifact.pretrained import open_model
+from rsrank_rag.backends.torch.projection import Projection
 from rsrank_rag.cli.options import PATH, command
 from rsrank_rag.errors import InputError
 from rsrank_rag.evaluation.best_rule import best_rule
 from rsrank_rag.evaluation.metrics import ScoredQuery, present_means
-from rsrank_rag.method.projection import Projection
 from rsrank_rag.method.template import Template
 from rsrank_rag.partial_files import replacing
-from rsrank_rag.passages.rule import Rule
-from rsrank_rag.training.batches import scored, split
+from rsrank_rag.ranking.rule import Rule
+from rsrank_rag.training.feature_scores import scored, split
 from rsrank_rag.training.fit import FitOptions, Fitted, fit
 from rsrank_rag.training.recipe import read_toml, validated
 from rsrank_rag.training.store import QueryFeatures

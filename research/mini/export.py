@@ -20,8 +20,8 @@ from transformers import AutoConfig, AutoTokenizer, BertModel
 
 from rsrank_rag import Fallback, RSRank, Template
 from rsrank_rag.artifact.config import TrainingRecord
-from rsrank_rag.language_model.options import LoadOptions
-from rsrank_rag.method.projection import Projection
+from rsrank_rag.backends.options import LoadOptions
+from rsrank_rag.backends.torch.projection import Projection
 
 TEMPLATE = Template(instruction="[CLS]", separator="[SEP]", query_start="[CLS]", suffix="[SEP]")
 SMALL = ("projection", "shift_weight", "agreement")

@@ -39,7 +39,7 @@ from rsrank_rag.evaluation.metrics import (
 from rsrank_rag.evaluation.systems.bm25 import BM25
 from rsrank_rag.evaluation.systems.sentence_transformers import BiEncoder
 from rsrank_rag.evaluation.unanswerable import auroc, best_scores, false_accepts
-from rsrank_rag.passages.rule import Rule
+from rsrank_rag.ranking.rule import Rule
 
 CLEAR = 1e-3
 """Ten times what float32 scores were seen to differ by between processors and batches."""

@@ -19,7 +19,7 @@ from data import REAL, SETS
 from research.reproduction.tables import FigureFile, ablation_tables
 from rsrank_rag.evaluation.metrics import ScoredQuery, ranking_measures, selection_measures
 from rsrank_rag.evaluation.statistics import estimate_mean
-from rsrank_rag.passages.rule import Rule
+from rsrank_rag.ranking.rule import Rule
 
 ROOT = Path(__file__).parents[2]
 PAGES = ("README.md", "docs/mini.md", "research/docs/results.md", "research/docs/ablations.md")

@@ -18,7 +18,9 @@ import numpy as np
 from pydantic import BaseModel, Field, ValidationError
 from typing_extensions import Self
 
-from rsrank_rag.adapters.systems import load
+from rsrank_rag.adapters.kinds import load
+from rsrank_rag.backends.options import ModelSource
+from rsrank_rag.backends.torch.projection import Projection
 from rsrank_rag.errors import InputError, RSRankError
 from rsrank_rag.evaluation.evaluate import score_dataset
 from rsrank_rag.evaluation.metrics import (
@@ -27,11 +29,9 @@ from rsrank_rag.evaluation.metrics import (
     selection_measures,
 )
 from rsrank_rag.evaluation.statistics import Record
-from rsrank_rag.language_model.options import ModelSource
-from rsrank_rag.method.projection import Projection
 from rsrank_rag.partial_files import write_text
-from rsrank_rag.passages.rule import Rule
-from rsrank_rag.training.batches import device_for, scored, split
+from rsrank_rag.ranking.rule import Rule
+from rsrank_rag.training.feature_scores import device_for, scored, split
 from rsrank_rag.training.fit import FitOptions, fit
 from rsrank_rag.training.recipe import SHIPPED, read_toml
 from rsrank_rag.training.store import QueryFeatures

@@ -9,8 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from rsrank_rag.backends.torch.projection import Projection
 from rsrank_rag.errors import TrainingError
-from rsrank_rag.method.projection import Projection
 from rsrank_rag.training.store import QueryFeatures
 
 Method = Literal["gradient", "oracle", "separation", "combined"]

@@ -7,9 +7,9 @@ from typing import Annotated
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from typing_extensions import Self
 
-from rsrank_rag.adapters.systems import parse
+from rsrank_rag.adapters.kinds import parse
+from rsrank_rag.backends.options import LoadOptions, LoadSettings
 from rsrank_rag.errors import InputError
-from rsrank_rag.language_model.options import LoadOptions, LoadSettings
 from rsrank_rag.training.recipe import read_toml, validated
 
 from ..hub_datasets import Split

@@ -11,17 +11,17 @@ from pathlib import Path
 
 import torch
 
-from rsrank_rag.adapters.systems import load, parse
+from rsrank_rag.adapters.kinds import load, parse
 from rsrank_rag.artifact import hub
+from rsrank_rag.backends.options import LoadOptions, ModelSource
 from rsrank_rag.errors import InputError, RSRankError
 from rsrank_rag.evaluation.comparison import Comparison, Measured
 from rsrank_rag.evaluation.datasets import LabelledQuery
 from rsrank_rag.evaluation.evaluate import score_dataset
 from rsrank_rag.evaluation.metrics import ScoredQuery
 from rsrank_rag.evaluation.report import check_report, write_report
-from rsrank_rag.language_model.options import LoadOptions, ModelSource
 from rsrank_rag.partial_files import write_text
-from rsrank_rag.passages.rule import Rule
+from rsrank_rag.ranking.rule import Rule
 
 from ..best_threshold import shared_threshold
 from .ablations import Ablations, Kept, chosen, sha, state_of

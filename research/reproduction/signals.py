@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from rsrank_rag.language_model.fusion import layers_of
-from rsrank_rag.method.backbone import Backbone
+from rsrank_rag.backends.torch.backbone import Backbone
+from rsrank_rag.backends.torch.fusion import layers_of
+from rsrank_rag.backends.torch.probe import Reader, Show
 from rsrank_rag.method.batches import Ids
 from rsrank_rag.method.prefix import Prefixes
-from rsrank_rag.method.probe import Reader, Show
 from rsrank_rag.method.scoring import Consume, Row, ShiftReader
 from rsrank_rag.method.template import PromptTokenizer, private_copy
 

@@ -14,7 +14,7 @@ from scipy import stats
 from rsrank_rag.evaluation import plots
 from rsrank_rag.evaluation.comparison import Comparison, Measured, SetResult
 from rsrank_rag.evaluation.metrics import ScoredQuery, selection_measures
-from rsrank_rag.passages.rule import Rule
+from rsrank_rag.ranking.rule import Rule
 from rsrank_rag.reranker import BLANK_SCORE
 
 from ..best_threshold import best_threshold

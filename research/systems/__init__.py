@@ -1,9 +1,9 @@
 """Systems that only the paper's experiments compare with.
 
-Importing this module makes their names known to `rsrank_rag.adapters.systems`.
+Importing this module makes their names known to `rsrank_rag.adapters.kinds`.
 """
 
-from rsrank_rag.adapters.systems import KINDS, Kind
+from rsrank_rag.adapters.kinds import KINDS, Kind
 
 KINDS.update(
     {

@@ -4,8 +4,8 @@ from pathlib import Path
 
 from transformers.models.xlm_roberta import modeling_xlm_roberta
 
+from rsrank_rag.backends.options import LoadOptions
 from rsrank_rag.evaluation.systems.sentence_transformers import CrossEncoder
-from rsrank_rag.language_model.options import LoadOptions
 
 
 class JinaReranker(CrossEncoder):

@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedModel
 
 from rsrank_rag.artifact.hub import is_folder
+from rsrank_rag.backends.options import LoadOptions
+from rsrank_rag.backends.torch.loading import LOAD_ERRORS, load_model
 from rsrank_rag.errors import BackboneError, InputError, required
-from rsrank_rag.language_model.loading import LOAD_ERRORS, load_model
-from rsrank_rag.language_model.options import LoadOptions
 from rsrank_rag.method.batches import Ids
 from rsrank_rag.reranker import Scored, as_list
 

@@ -21,10 +21,10 @@ from transformers import (
 )
 from typing_extensions import Self
 
+from rsrank_rag.backends.options import LoadOptions
+from rsrank_rag.backends.torch.loading import LOAD_ERRORS, quantisation
+from rsrank_rag.backends.torch.quiet import quiet_transformers
 from rsrank_rag.errors import BackboneError, InputError, finite, required, too_large
-from rsrank_rag.language_model.loading import LOAD_ERRORS, quantisation
-from rsrank_rag.language_model.options import LoadOptions
-from rsrank_rag.language_model.quiet import quiet_transformers
 from rsrank_rag.method.batches import Batches, DoesNotFitError, Ids, token_budget_for
 from rsrank_rag.method.template import clean, private_copy
 from rsrank_rag.reranker import Reranker, Scored, as_list

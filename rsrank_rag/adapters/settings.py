@@ -24,13 +24,13 @@ from pydantic import (
 )
 from typing_extensions import Self
 
+from ..backends.options import LoadSettings, ModelSource, Name
 from ..cancellation import waiting
 from ..errors import InputError, RSRankError, check_names, nearest
-from ..language_model.options import LoadSettings, ModelSource, Name
-from ..passages import shadow
-from ..passages.documents import InputDocument
-from ..passages.parts import MAX_CHARACTERS, LongDocuments, Reading
 from ..prefixes.settings import CacheSettings
+from ..ranking import shadow
+from ..reading.documents import InputDocument
+from ..reading.parts import MAX_CHARACTERS, LongDocuments, Reading
 from ..remote.address import service_address, usable_key
 from ..reranker import (
     Fallback,
@@ -44,7 +44,7 @@ from ..reranker import (
     Rule,
     Scale,
 )
-from . import worker
+from . import model_thread as worker
 
 if TYPE_CHECKING:
     from ..remote.client import RemoteReranker

@@ -9,7 +9,7 @@ from typing_extensions import Self
 
 from ..errors import ArtifactError, problems_of
 from ..method.template import Template
-from ..passages.rule import Fallback, Rule
+from ..ranking.rule import Fallback, Rule
 
 # The name of a language model that lies in the artifact's own folder.
 INSIDE = "./backbone"

@@ -11,8 +11,8 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
+from ..backends.options import ENCODER_FILES, LoadOptions
 from ..errors import ArtifactError, BackboneError, nearest
-from ..language_model.options import ENCODER_FILES, LoadOptions
 from ..method.arrays import Array, to_numpy
 from ..method.formula import Weights
 from ..partial_files import replacing
@@ -20,7 +20,7 @@ from .card import is_hub_id, model_card
 from .config import INSIDE, RSRankConfig, content_digest
 
 if TYPE_CHECKING:
-    from ..method.projection import Projection
+    from ..backends.torch.projection import Projection
 
 CONFIG = "config.json"
 PROJECTION = "projection.safetensors"
@@ -94,7 +94,7 @@ def download(
     """
     from huggingface_hub import snapshot_download
 
-    from ..language_model.hub_errors import HUB_ERRORS
+    from ..backends.hub_errors import HUB_ERRORS
 
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=files, **load.hub))
@@ -139,7 +139,7 @@ def read_projection(folder: Path, config: RSRankConfig) -> "Projection":
     """As `read_weights`, for torch."""
     from torch import from_numpy
 
-    from ..method.projection import Projection
+    from ..backends.torch.projection import Projection
 
     arrays = read_weights(folder, config).state_dict()
     return Projection(

@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..backends.tokenizer_file import largest_id
 from ..errors import ArtifactError
-from ..language_model.tokenizer_file import largest_id
 from ..method.template import PromptTokenizer, private_copy
 from ..partial_files import digest_of
 from .config import BackboneSpec, RSRankConfig
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
-    from ..method.backbone import Backbone
-    from ..method.language_model import LanguageModel
+    from ..backends.base import LanguageModel
+    from ..backends.torch.backbone import Backbone
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ def describe(
     files: dict[str, str],
 ) -> BackboneSpec:
     """What an artifact records of its language model; ``files`` are the files' hashes."""
-    from ..language_model.weights import bits_of
+    from ..backends.torch.weights import bits_of
 
     return BackboneSpec(
         name=name,

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 from typing_extensions import Self
 
+from ..backends.options import LoadOptions, ModelSource
 from ..errors import ArtifactError, InputError, RSRankError, needs_torch, problems_of
-from ..language_model.options import LoadOptions, ModelSource
 from ..method.template import PromptTokenizer, Template
 from ..partial_files import replacing
-from ..passages.rule import Fallback
 from ..prefixes.settings import cache_settings
+from ..ranking.rule import Fallback
 from . import hub
 from .card import UNNAMED, is_hub_id, model_card
 from .config import INSIDE, BackboneSpec, RSRankConfig, TrainingRecord
@@ -24,10 +24,10 @@ from .identity import check_files, check_model, describe, folder_of, hashes
 if TYPE_CHECKING:
     import torch
 
-    from ..method.backbone import Backbone
+    from ..backends.base import LanguageModel
+    from ..backends.torch.backbone import Backbone
+    from ..backends.torch.projection import Projection
     from ..method.formula import Weights
-    from ..method.language_model import LanguageModel
-    from ..method.projection import Projection
 
 
 class Pretrained(ABC):
@@ -248,14 +248,14 @@ class Pretrained(ABC):
         config = self._saved_config()
         with replacing(Path(folder)) as new:
             if include_backbone or config.backbone.name == INSIDE:
-                from ..language_model.onnx_runtime import OnnxBackbone
+                from ..backends.onnx.session import OnnxBackbone
 
                 core: Any = self.backbone
                 num_layers = config.backbone.num_layers
                 if isinstance(core, OnnxBackbone):
                     core.save(new / INSIDE)
                 else:
-                    from ..language_model.loading import save_model
+                    from ..backends.torch.loading import save_model
 
                     save_model(core.model, self.prompts.tokenizer, new / INSIDE)
                     num_layers = core.loaded_layers
@@ -306,7 +306,7 @@ class Pretrained(ABC):
         """
         from huggingface_hub import HfApi
 
-        from ..language_model.hub_errors import HUB_ERRORS
+        from ..backends.hub_errors import HUB_ERRORS
 
         source = self.config.backbone.name
         if not include_backbone and source != INSIDE and not is_hub_id(source):
@@ -405,8 +405,8 @@ def _open_encoder(
     """As `open_on_torch`, on ONNX Runtime: the files must be those that the artifact records."""
     from tokenizers import Tokenizer
 
-    from ..language_model.onnx_runtime import OnnxBackbone, check_kind, read_encoder_config
-    from ..language_model.quantisation import calibration_ids
+    from ..backends.onnx.quantisation import calibration_ids
+    from ..backends.onnx.session import OnnxBackbone, check_kind, read_encoder_config
 
     spec = config.backbone
     check_kind(spec.model_type, source.name)
@@ -450,9 +450,9 @@ def open_model(
 ) -> "tuple[Backbone, PromptTokenizer]":
     """Load a language model and its tokenizer on torch, and compare them with ``spec``."""
     with needs_torch():
-        from ..language_model.check import open_backbone
-        from ..language_model.loading import load_model
-        from ..language_model.weights import bits_of
+        from ..backends.torch.check import open_backbone
+        from ..backends.torch.loading import load_model
+        from ..backends.torch.weights import bits_of
     loaded = load_model(name, revision=revision, options=options, last_layer=last_layer)
     core = open_backbone(
         loaded.model,

@@ -10,7 +10,7 @@ from typing import Any
 from ..errors import InputError
 from ..evaluation.datasets import opener, read_lines
 from ..partial_files import appearing, remove_stale
-from .pairs import COLUMNS, PAIR, PairScorer, check_columns
+from .columns import COLUMNS, PAIR, PairScorer, check_columns
 
 ENDINGS = (".jsonl", ".jsonl.gz")
 

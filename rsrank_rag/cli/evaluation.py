@@ -10,17 +10,17 @@ from typing import Any
 import click
 from click import echo, option
 
-from ..adapters.systems import forms, parse
-from ..adapters.systems import load as load_reranker
+from ..adapters.kinds import forms, parse
+from ..adapters.kinds import load as load_reranker
+from ..backends.options import LoadOptions, ModelSource
 from ..errors import InputError
 from ..evaluation.comparison import Measured
 from ..evaluation.datasets import LabelledSets, read_sets, warn_of_reuse
 from ..evaluation.evaluate import recommend, score_dataset, shared_rule, summarise
 from ..evaluation.metrics import ScoredQuery, ranking_measures
 from ..evaluation.report import check_report, write_report
-from ..language_model.options import LoadOptions, ModelSource
-from ..passages import shadow
-from ..passages.rule import Limits, Rule, plain
+from ..ranking import shadow
+from ..ranking.rule import Limits, Rule, plain
 from .options import (
     PATH,
     command,

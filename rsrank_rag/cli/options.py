@@ -17,9 +17,9 @@ from pydantic import BaseModel, PositiveInt, ValidationError
 from safetensors import SafetensorError
 from tqdm import tqdm
 
-from ..adapters.systems import forms
+from ..adapters.kinds import forms
+from ..backends.options import LoadOptions, LoadSettings
 from ..errors import InputError, RSRankError, needs_torch, problems_of
-from ..language_model.options import LoadOptions, LoadSettings
 from ..reranker import Fallback, Limits, Native
 from .process import hide_library_progress, prepare
 

@@ -6,7 +6,7 @@ import sys
 
 from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
 
-from ..language_model.cores import usable_cores
+from ..backends.onnx.cores import usable_cores
 
 logger = logging.getLogger(__name__)
 

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 from click import echo, option
 
-from ..adapters.systems import load as load_reranker
-from ..adapters.systems import parse
+from ..adapters.kinds import load as load_reranker
+from ..adapters.kinds import parse
+from ..backends.options import LoadOptions, ModelSource
 from ..errors import InputError
-from ..language_model.options import LoadOptions, ModelSource
 from ..method.template import clean
-from ..passages.explanation import Explanation
-from ..passages.rule import passes
 from ..prefixes.settings import CacheSettings
+from ..ranking.explanation import Explanation
+from ..ranking.rule import passes
 from ..reranker import Limits, RankResult
 from .options import (
     PATH,
@@ -249,8 +249,8 @@ def score(
 
     `rsrank score --input pairs.jsonl --output scored.jsonl`
     """
+    from ..bulk.columns import PairScorer
     from ..bulk.files import score_file
-    from ..bulk.pairs import PairScorer
 
     parse(model)
     model_source = ModelSource(model, revision, load, **cache.model_dump())

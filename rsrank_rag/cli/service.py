@@ -17,10 +17,10 @@ import click
 from click import option
 from pydantic import BaseModel, Field, PositiveInt, SecretStr
 
-from ..adapters.systems import load as load_reranker
-from ..adapters.systems import parse
+from ..adapters.kinds import load as load_reranker
+from ..adapters.kinds import parse
+from ..backends.options import LoadOptions, ModelSource
 from ..errors import InputError
-from ..language_model.options import LoadOptions, ModelSource
 from ..prefixes.settings import CacheSettings, as_bytes
 from .options import command, revision_option, system_option
 
@@ -150,8 +150,8 @@ def run(backend: Scheduler, settings: Settings, options: ServeOptions, enter: st
     """
     from ..service.app import create_app
     from ..service.logs import configure
+    from ..service.model_process import trim_regularly
     from ..service.server import Server
-    from ..service.worker import trim_regularly
 
     # The port is taken before the model is loaded, which may take minutes.
     with _bound(options.host, options.port) as bound:

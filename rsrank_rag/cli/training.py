@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import click
 from click import echo, option
 
+from ..backends.options import LoadOptions, ModelSource
 from ..errors import TrainingError, needs
-from ..language_model.options import LoadOptions, ModelSource
 from .options import (
     PATH,
     command,

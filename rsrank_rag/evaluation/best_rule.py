@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..errors import InputError
-from ..passages.rule import BLANK_SCORE, Fallback, Rule
+from ..ranking.rule import BLANK_SCORE, Fallback, Rule
 from .metrics import ScoredQuery
 from .statistics import Array
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from .. import __version__
-from ..passages.rule import Rule
+from ..ranking.rule import Rule
 from .datasets import LabelledQuery, LabelledSets
 from .metrics import ScoredQuery, ranking_measures, selection_measures
 from .statistics import LEVEL, RESAMPLES, Array, Estimate, Record, estimate_mean

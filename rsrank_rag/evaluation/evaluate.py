@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ScoringError
-from ..passages.rule import Rule
+from ..ranking.rule import Rule
 from ..reranker import Reranker
 from .best_rule import Goal, best_rule
 from .datasets import LabelledQuery

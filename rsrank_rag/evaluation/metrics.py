@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..errors import InputError, finite, required
-from ..passages.rule import Rule, best_first
+from ..ranking.rule import Rule, best_first
 from .statistics import Array, mean_present
 
 

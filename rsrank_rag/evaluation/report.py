@@ -11,7 +11,7 @@ import numpy as np
 
 from ..errors import required
 from ..partial_files import write_text
-from ..passages.rule import BLANK_SCORE, best_first
+from ..ranking.rule import BLANK_SCORE, best_first
 from . import plots
 from .comparison import METRICS, Comparison, Measured, QueryResult, compare
 from .datasets import LabelledSets

@@ -30,9 +30,9 @@ from .prefix import Prefixes
 from .template import PromptTokenizer, TokenisedQuery
 
 if TYPE_CHECKING:
+    from ..backends.base import LanguageModel
+    from ..backends.torch.projection import Projection
     from ..prefixes.cache import CachedPrefixes
-    from .language_model import LanguageModel
-    from .projection import Projection
 
 # Vectors whose cosines are computed together. Measured: a thousand take twice as long as four times
 # 256, because the system gives numpy new memory for each large array.

@@ -28,7 +28,7 @@ from .disk import FORMAT, Disk, PackedPrefix
 from .settings import FOLDER_BYTES, CacheSettings, memory_share
 
 if TYPE_CHECKING:
-    from ..method.language_model import LanguageModel
+    from ..backends.base import LanguageModel
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from pydantic import SecretStr
 from typing_extensions import Unpack
 
 from ..errors import InputError
-from ..passages.documents import DocumentLike
+from ..reading.documents import DocumentLike
 from ..reranker import RankCall, RankOptions, RankResult, Reranker, Rule
 from . import connections
 from .address import service_address, usable_key

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import BaseModel, Field, ValidationError
 
 from ..errors import RemoteError, problems_of
-from ..passages.parts import Excerpt, Window, encodable
+from ..reading.parts import Excerpt, Window, encodable
 from ..reranker import Fallback, RankCall, Scored
 
 

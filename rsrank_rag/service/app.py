@@ -13,7 +13,7 @@ from pydantic_core import to_json
 from .. import __version__
 from ..errors import InputError, RSRankError, needs
 from ..reranker import Pair
-from .backend import Outcome, ServiceError, unavailable
+from .messages import Outcome, ServiceError, unavailable
 from .scheduler import Scheduler
 
 with needs(

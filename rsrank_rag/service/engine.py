@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import InputError, ScoringError, finite
-from ..passages.pairs import cut, parts_of
-from ..passages.ranked import Scored
+from ..ranking.pairs import cut, parts_of
+from ..ranking.results import Scored
 from ..reranker import Pair, Reranker
-from .backend import Description, Outcome, Parts, Task
+from .messages import Description, Outcome, Parts, Task
 
 
 class DeviceLostError(Exception):

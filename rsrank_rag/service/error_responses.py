@@ -6,7 +6,7 @@ from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 
-from .backend import ServiceError
+from .messages import ServiceError
 
 
 class DocumentError(BaseModel):

@@ -11,9 +11,9 @@ from functools import partial
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .backend import Budget
 from .error_responses import error_response
 from .logs import RequestRecord
+from .messages import Budget
 from .metrics import Metrics
 from .settings import Keys, Settings
 

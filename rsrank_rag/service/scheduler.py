@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from ..errors import RSRankError
 from ..reranker import Pair, Reranker
-from .backend import Description, Outcome, ServiceError, unavailable
+from .messages import Description, Outcome, ServiceError, unavailable
+from .model_process import ModelProcess, ProcessLostError
 from .work_queue import QueueItem, QueueLimits, WorkQueue
-from .worker import ModelProcess, ProcessLostError
 
 logger = logging.getLogger(__name__)
 

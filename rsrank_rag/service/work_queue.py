@@ -10,10 +10,10 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from ..passages.pairs import combined, parts_of, sections_of
-from ..passages.parts import Span
+from ..ranking.pairs import combined, parts_of, sections_of
+from ..reading.parts import Span
 from ..reranker import CHARACTERS_PER_TOKEN, Pair
-from .backend import Budget, Outcome, Parts, ServiceError, Task
+from .messages import Budget, Outcome, Parts, ServiceError, Task
 
 # Characters that are cut in the time in which the model runs one token: about those of `mini` on
 # one core.

@@ -10,9 +10,9 @@ import transformers
 
 from ..artifact import hub
 from ..artifact.config import INSIDE
+from ..backends.torch.loading import LOAD_ERRORS, shortened
 from ..errors import BackboneError
 from ..evaluation.datasets import LabelledQuery
-from ..language_model.loading import LOAD_ERRORS, shortened
 from ..method.template import PromptTokenizer
 from .features import document_ids
 from .recipe import Recipe

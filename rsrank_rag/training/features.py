@@ -13,7 +13,7 @@ from ..evaluation.datasets import LabelledQuery
 from ..method.batches import Batches, DoesNotFitError, Ids, token_budget_for
 from ..method.scoring import Row, ShiftReader
 from ..method.template import PromptTokenizer
-from .batches import with_equal_windows
+from .feature_scores import with_equal_windows
 from .recipe import FeaturePart
 from .store import QueryFeatures
 

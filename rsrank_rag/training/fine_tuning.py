@@ -21,11 +21,11 @@ from pydantic import BaseModel, Field, PositiveInt
 from torch import Tensor
 from torch.nn.functional import softplus
 
+from ..backends.torch.projection import Projection
 from ..evaluation.metrics import ScoredQuery
 from ..evaluation.statistics import folds
 from ..method.formula import shift_terms
-from ..method.projection import Projection
-from .batches import (
+from .feature_scores import (
     BATCH_QUERIES,
     batch_scores,
     batches,

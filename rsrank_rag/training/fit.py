@@ -15,13 +15,13 @@ from pydantic import BaseModel, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
+from ..backends.options import has_fast_bfloat16
+from ..backends.torch.projection import Projection
 from ..errors import TrainingError
 from ..evaluation.metrics import apply_rule
-from ..language_model.options import has_fast_bfloat16
-from ..method.projection import Projection
 from ..partial_files import write_text
-from ..passages.rule import Rule
-from .batches import Batch, batch_scores, batches, check_labels, scored
+from ..ranking.rule import Rule
+from .feature_scores import Batch, batch_scores, batches, check_labels, scored
 from .losses import (
     alignment_loss,
     calibration_loss,

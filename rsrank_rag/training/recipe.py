@@ -10,9 +10,9 @@ from typing import Any, ClassVar, Literal, TypeVar
 from pydantic import BaseModel, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
 from typing_extensions import Self
 
+from ..backends.options import LoadSettings
 from ..errors import InputError, nearest, problems_of
 from ..evaluation.datasets import LabelledQuery, dataset_name, read_labelled
-from ..language_model.options import LoadSettings
 from ..method.template import Template
 from .fine_tuning import FineTuningOptions
 from .fit import FitOptions

@@ -17,17 +17,17 @@ from ..artifact import hub
 from ..artifact.config import RSRankConfig, TrainingRecord, content_digest
 from ..artifact.identity import describe, folder_of, hashes
 from ..artifact.pretrained import open_model, open_on_torch
+from ..backends.options import ModelSource
+from ..backends.torch.backbone import Backbone
+from ..backends.torch.projection import Projection
+from ..backends.torch.weights import bits_of
 from ..errors import InputError
 from ..evaluation.datasets import LabelledQuery, warn_of_reuse
 from ..evaluation.metrics import present_means, ranking_measures
-from ..language_model.options import ModelSource
-from ..language_model.weights import bits_of
-from ..method.backbone import Backbone
-from ..method.projection import Projection
 from ..method.scoring import ShiftReader
 from ..method.template import PromptTokenizer
 from ..partial_files import write_text
-from .batches import device_for, scored, split
+from .feature_scores import device_for, scored, split
 from .features import FeatureExtractor
 from .fine_tuning import fine_tune
 from .fit import fit

@@ -7,17 +7,17 @@ from pathlib import Path
 
 import numpy as np
 
-from ..adapters import systems
+from ..adapters import kinds as systems
 from ..artifact import hub
+from ..backends.options import ModelSource
 from ..errors import InputError
 from ..evaluation.best_rule import Goal, best_rule
 from ..evaluation.datasets import dataset_name, read_labelled, warn_of_reuse
 from ..evaluation.evaluate import score_dataset
 from ..evaluation.metrics import RuleResult, ScoredQuery, apply_rule, selection_measures
 from ..evaluation.statistics import folds
-from ..language_model.options import ModelSource
 from ..partial_files import write_text
-from ..passages.rule import Rule, plain
+from ..ranking.rule import Rule, plain
 from ..rsrank import RSRank
 from .verdict import RULE_MEASURES, Verdict, verdict_on
 

@@ -10,7 +10,7 @@ from typing import Literal
 
 from ..evaluation.metrics import ScoredQuery, ranking_measures, selection_measures
 from ..evaluation.statistics import FEWEST, Array, Estimate, Record, bootstrap, estimate
-from ..passages.rule import Rule
+from ..ranking.rule import Rule
 
 Outcome = Literal["better", "worse", "no difference beyond chance"]
 

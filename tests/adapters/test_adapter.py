@@ -22,12 +22,12 @@ from pydantic import ValidationError
 
 import rsrank_rag
 from rsrank_rag import Fallback, Reranker, RSRank
-from rsrank_rag.adapters import worker
+from rsrank_rag.adapters import model_thread as worker
 from rsrank_rag.adapters.settings import RerankerAdapter
+from rsrank_rag.backends.options import LoadOptions, ModelSource
+from rsrank_rag.backends.torch.weights import bits_of
 from rsrank_rag.errors import ArtifactError, InputError, RemoteError
 from rsrank_rag.evaluation.datasets import LabelledDocument
-from rsrank_rag.language_model.options import LoadOptions, ModelSource
-from rsrank_rag.language_model.weights import bits_of
 from rsrank_rag.method.scoring import score_rows
 
 pytest.importorskip("langchain_core")

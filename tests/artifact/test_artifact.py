@@ -39,10 +39,10 @@ from rsrank_rag.artifact import hub
 from rsrank_rag.artifact.card import model_card
 from rsrank_rag.artifact.config import BackboneSpec, RSRankConfig, TrainingRecord
 from rsrank_rag.artifact.identity import check_files, hashes
+from rsrank_rag.backends import tokenizer_file
+from rsrank_rag.backends.options import LoadOptions
+from rsrank_rag.backends.torch.projection import Projection
 from rsrank_rag.errors import ArtifactError, BackboneError, MissingDependencyError
-from rsrank_rag.language_model import tokenizer_file
-from rsrank_rag.language_model.options import LoadOptions
-from rsrank_rag.method.projection import Projection
 from rsrank_rag.method.template import Template
 
 

@@ -13,8 +13,8 @@ from huggingface_hub import constants
 
 from rsrank_rag import RSRank, RSRankError
 from rsrank_rag.artifact import hub as artifact_hub
+from rsrank_rag.backends.options import LoadOptions
 from rsrank_rag.errors import ArtifactError, BackboneError
-from rsrank_rag.language_model.options import LoadOptions
 
 REPO, MODEL = "harbour/ranker", "harbour/tiny-qwen"
 

@@ -16,8 +16,8 @@ from click.testing import CliRunner
 from ray_models import Lengths, refuse
 
 from rsrank_rag import Reranker
+from rsrank_rag.bulk.columns import COLUMNS, PairScorer
 from rsrank_rag.bulk.files import score_file
-from rsrank_rag.bulk.pairs import COLUMNS, PairScorer
 from rsrank_rag.cli import app
 from rsrank_rag.errors import InputError, RSRankError
 from rsrank_rag.evaluation.systems.bm25 import BM25

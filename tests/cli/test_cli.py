@@ -24,8 +24,8 @@ from rsrank_rag.cli.ranking import explanation_text, read_documents, result_text
 from rsrank_rag.errors import InputError
 from rsrank_rag.evaluation.best_rule import Goal
 from rsrank_rag.evaluation.datasets import LabelledDocument
-from rsrank_rag.passages.explanation import Explanation
-from rsrank_rag.passages.rule import plain
+from rsrank_rag.ranking.explanation import Explanation
+from rsrank_rag.ranking.rule import plain
 
 runner = CliRunner()
 

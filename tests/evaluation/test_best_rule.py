@@ -9,7 +9,7 @@ from rsrank_rag.errors import InputError
 from rsrank_rag.evaluation.best_rule import Goal, best_rule
 from rsrank_rag.evaluation.evaluate import shared_rule
 from rsrank_rag.evaluation.metrics import ScoredQuery, apply_rule
-from rsrank_rag.passages.rule import BLANK_SCORE, Fallback, Rule
+from rsrank_rag.ranking.rule import BLANK_SCORE, Fallback, Rule
 
 
 def cost(queries, rule, goal):

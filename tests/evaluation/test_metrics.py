@@ -26,7 +26,7 @@ from rsrank_rag.evaluation.metrics import (
     selection_measures,
 )
 from rsrank_rag.evaluation.systems.bm25 import BM25
-from rsrank_rag.passages.rule import BLANK_SCORE, Fallback, Rule, best_first
+from rsrank_rag.ranking.rule import BLANK_SCORE, Fallback, Rule, best_first
 from rsrank_rag.reranker import Reranker
 
 # scores, best first: 3+ 2- 1+ 0-   (+ relevant)

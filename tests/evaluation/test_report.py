@@ -16,7 +16,7 @@ from rsrank_rag.evaluation.comparison import METRICS, Comparison, Measured, comp
 from rsrank_rag.evaluation.datasets import LabelledDocument, LabelledQuery, read_sets
 from rsrank_rag.evaluation.evaluate import recommend, score_dataset, summarise
 from rsrank_rag.evaluation.metrics import ScoredQuery
-from rsrank_rag.passages.rule import Rule
+from rsrank_rag.ranking.rule import Rule
 
 pytest.importorskip("jinja2")
 pytest.importorskip("matplotlib")

@@ -14,7 +14,7 @@ from rsrank_rag.evaluation.datasets import LabelledDocument, LabelledQuery
 from rsrank_rag.evaluation.evaluate import score_dataset
 from rsrank_rag.evaluation.report import write_report
 from rsrank_rag.evaluation.systems.bm25 import BM25
-from rsrank_rag.passages.rule import Rule
+from rsrank_rag.ranking.rule import Rule
 
 pytestmark = pytest.mark.browser
 pytest.importorskip("jinja2")

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from research.reproduction.oracle import oracle_scores
+from rsrank_rag.backends.torch.projection import Projection
 from rsrank_rag.method.formula import (
     EPSILON,
     combine,
@@ -14,7 +15,6 @@ from rsrank_rag.method.formula import (
     shift_terms,
     similarity_terms,
 )
-from rsrank_rag.method.projection import Projection
 from rsrank_rag.method.scoring import of_layer
 from rsrank_rag.training.store import QueryFeatures
 

@@ -12,11 +12,11 @@ from test_systems import save_cross_encoder
 
 from research import compare, kept_scores
 from rsrank_rag import RSRank
+from rsrank_rag.backends.torch.projection import Projection
 from rsrank_rag.errors import InputError
 from rsrank_rag.evaluation.datasets import LabelledDocument, LabelledQuery
 from rsrank_rag.evaluation.metrics import ScoredQuery
 from rsrank_rag.evaluation.systems.bm25 import BM25
-from rsrank_rag.method.projection import Projection
 
 NANOBEIR_CARD = """---
 configs:

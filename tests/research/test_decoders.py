@@ -14,8 +14,8 @@ from research.decoders.plan import FIRST_DOCUMENTS, Plan, first_places, in_order
 from research.decoders.store import Store
 from rsrank_rag import RSRank
 from rsrank_rag.artifact.pretrained import open_model
+from rsrank_rag.backends.options import LoadOptions
 from rsrank_rag.evaluation.metrics import ScoredQuery
-from rsrank_rag.language_model.options import LoadOptions
 from rsrank_rag.method.scoring import Row, ShiftReader
 from rsrank_rag.method.template import Template
 from rsrank_rag.training.features import FeatureExtractor

@@ -16,8 +16,8 @@ from transformers import (
 )
 
 from research.systems.prompted import AnswerHead, MonoT5, Qwen3Reranker
+from rsrank_rag.backends.options import LoadOptions
 from rsrank_rag.errors import BackboneError, InputError, MissingDependencyError, ScoringError
-from rsrank_rag.language_model.options import LoadOptions
 
 CPU = LoadOptions(device="cpu", dtype="float32", local_files_only=True)
 LONG = " ".join(DOCUMENTS)

@@ -12,8 +12,8 @@ from conftest import DOCUMENTS, QUERY, byte_level_tokenizer, tiny_config
 from transformers import AutoModel, AutoTokenizer
 
 from research.systems.llm2vec_gen import LLM2VecGen
+from rsrank_rag.backends.options import LoadOptions
 from rsrank_rag.errors import BackboneError, InputError, MissingDependencyError
-from rsrank_rag.language_model.options import LoadOptions
 
 CPU = LoadOptions(device="cpu", dtype="float32", local_files_only=True)
 SPECIAL = [f"<question{i}>" for i in range(1, 6)]

@@ -6,11 +6,11 @@ import random
 import pytest
 
 from research.negatives import Negatives, choose, replace_negatives
+from rsrank_rag.backends.options import LoadOptions
 from rsrank_rag.errors import InputError
 from rsrank_rag.evaluation.datasets import LabelledDocument, LabelledQuery
 from rsrank_rag.evaluation.systems.bm25 import BM25
 from rsrank_rag.evaluation.systems.sentence_transformers import BiEncoder
-from rsrank_rag.language_model.options import LoadOptions
 
 WORDS = [
     "lamp",

@@ -26,17 +26,17 @@ from research.reproduction.run import reproduce
 from research.reproduction.signals import SignalReader, reader_of
 from research.reproduction.tables import METRICS, FigureFile, ablation_tables, figures_of, page
 from research.reproduction.thresholds import own_best, set_best
+from rsrank_rag.backends.options import LoadOptions
+from rsrank_rag.backends.torch.check import open_backbone
+from rsrank_rag.backends.torch.loading import load_model
 from rsrank_rag.errors import InputError
 from rsrank_rag.evaluation.comparison import Measured, compare
 from rsrank_rag.evaluation.datasets import LabelledDocument, LabelledQuery, read_labelled
 from rsrank_rag.evaluation.evaluate import score_dataset, summarise
 from rsrank_rag.evaluation.metrics import ScoredQuery
-from rsrank_rag.language_model.check import open_backbone
-from rsrank_rag.language_model.loading import load_model
-from rsrank_rag.language_model.options import LoadOptions
 from rsrank_rag.method.scoring import Row, ShiftReader
 from rsrank_rag.method.template import PromptTokenizer
-from rsrank_rag.passages.rule import Rule
+from rsrank_rag.ranking.rule import Rule
 from rsrank_rag.training.fit import FitOptions
 from rsrank_rag.training.recipe import shipped
 

@@ -8,7 +8,7 @@ from measures import scored_lists
 
 from research import rules, selection
 from rsrank_rag.evaluation.metrics import ScoredQuery
-from rsrank_rag.passages.rule import Rule
+from rsrank_rag.ranking.rule import Rule
 
 pytest.importorskip("sklearn")
 

@@ -21,13 +21,13 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 import research.systems  # noqa: F401 - makes the systems of the paper known by name
 from research.reproduction.oracle import oracle_scores
 from rsrank_rag import Reranker
-from rsrank_rag.adapters.systems import KINDS, forms, load, parse
+from rsrank_rag.adapters.kinds import KINDS, forms, load, parse
+from rsrank_rag.backends.options import LoadOptions, ModelSource
 from rsrank_rag.cli import app
 from rsrank_rag.errors import BackboneError, InputError, MissingDependencyError
 from rsrank_rag.evaluation.datasets import LabelledDocument, LabelledQuery
 from rsrank_rag.evaluation.systems.bm25 import BM25
 from rsrank_rag.evaluation.systems.sentence_transformers import BiEncoder, CrossEncoder
-from rsrank_rag.language_model.options import LoadOptions, ModelSource
 from rsrank_rag.training.features import FeatureExtractor
 from rsrank_rag.training.recipe import FeaturePart
 from rsrank_rag.training.store import QueryFeatures
@@ -351,7 +351,7 @@ def test_a_name_written_the_wrong_way_is_answered_with_the_right_one(text):
 
 def test_names_are_listed_without_loading_torch():
     code = (
-        "import sys, rsrank_rag.adapters.systems as systems; systems.forms(); "
+        "import sys, rsrank_rag.adapters.kinds as systems; systems.forms(); "
         "assert not {'torch', 'transformers', 'huggingface_hub'} & set(sys.modules), 'loaded'"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

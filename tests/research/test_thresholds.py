@@ -26,7 +26,7 @@ from research.reproduction.thresholds import f1_gaps as gaps_of
 from rsrank_rag.evaluation.comparison import Measured, compare
 from rsrank_rag.evaluation.datasets import LabelledDocument, LabelledQuery
 from rsrank_rag.evaluation.metrics import ScoredQuery
-from rsrank_rag.passages.rule import Rule
+from rsrank_rag.ranking.rule import Rule
 from rsrank_rag.reranker import BLANK_SCORE
 
 SETS = ["first", "second", "third", "fourth"]

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 from schemathesis.checks import load_all_checks
 from service_helpers import Words, address_of, scheduler
 
-from rsrank_rag.passages.explanation import Explanation
+from rsrank_rag.ranking.explanation import Explanation
 from rsrank_rag.service.app import create_app
 
 load_all_checks()

@@ -24,7 +24,7 @@ from service_helpers import Numbers, client_of, scheduler
 from rsrank_rag.cli import app
 from rsrank_rag.cli import service as cli_service
 from rsrank_rag.cli.service import APPS, ServeOptions
-from rsrank_rag.passages.ranked import normalise
+from rsrank_rag.ranking.results import normalise
 from rsrank_rag.service.app import Settings
 from rsrank_rag.service.server import Server
 

@@ -18,7 +18,7 @@ pytest.importorskip("fastapi")
 
 from service_helpers import Numbers, address_of, scheduler
 
-from rsrank_rag.passages.ranked import normalise
+from rsrank_rag.ranking.results import normalise
 
 TEXTS = ["1 one", "-4 four", "3 three", "2 two"]
 BEST_FIRST = [(2, 3.0), (3, 2.0), (0, 1.0), (1, -4.0)]

@@ -6,11 +6,11 @@ import pytest
 
 from rsrank_rag import Reranker
 from rsrank_rag.errors import InputError, ScoringError
-from rsrank_rag.passages.explanation import Explanation
-from rsrank_rag.passages.parts import Reading
+from rsrank_rag.ranking.explanation import Explanation
+from rsrank_rag.reading.parts import Reading
 from rsrank_rag.reranker import Pair, Scored
-from rsrank_rag.service.backend import Task
 from rsrank_rag.service.engine import DeviceLostError, Engine
+from rsrank_rag.service.messages import Task
 
 
 class Panic(BaseException):

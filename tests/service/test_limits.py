@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from service_helpers import Numbers, address_of, client_of, scheduler
 
 from rsrank_rag.errors import ArtifactError
-from rsrank_rag.service.backend import Budget, ServiceError
+from rsrank_rag.service.messages import Budget, ServiceError
 
 JSON = {"content-type": "application/json"}
 RERANK = {"query": "q", "documents": ["3", "1", "2"]}
@@ -185,7 +185,7 @@ async def test_xinferences_clients_find_the_model_by_any_name():
 def test_freed_memory_of_mixed_lengths_goes_back():
     code = (
         "import os, random, sys\n"
-        "from rsrank_rag.service.worker import trim_regularly\n"
+        "from rsrank_rag.service.model_process import trim_regularly\n"
         "size = lambda: int(open('/proc/self/statm').read().split()[1]) * 4096\n"
         "pieces = [bytes(random.randint(1000, 100_000)) for _ in range(8000)]\n"
         "full = size(); kept = pieces[::100]; pieces.clear(); held = size()\n"

@@ -23,7 +23,7 @@ from service_helpers import in_thread
 
 from rsrank_rag import RSRank
 from rsrank_rag.errors import InputError, ScoringError
-from rsrank_rag.passages.explanation import Explanation
+from rsrank_rag.ranking.explanation import Explanation
 from rsrank_rag.reranker import Pair, Reranker
 from rsrank_rag.service.app import Settings, create_app
 
@@ -486,7 +486,7 @@ def test_a_passage_that_cannot_be_scored_is_named(visit):
 
 
 def test_passages_that_were_cut_are_marked(page):
-    ranked(page, QUERY, ["Dough rests. " * 2000, *PASSAGES])
+    ranked(page, QUERY, ["Dough rests. " * 9000, *PASSAGES])
     assert page.get_by_text("cut: its end was not read").count() == 1
     assert (
         page.get_by_role("button", name="cut: its end was not read").inner_text().count("[0]") == 1

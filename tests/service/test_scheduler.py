@@ -16,15 +16,15 @@ from service_helpers import Numbers, in_thread
 
 from rsrank_rag import Reranker
 from rsrank_rag.errors import ArtifactError, RSRankError
-from rsrank_rag.passages.parts import Reading
+from rsrank_rag.reading.parts import Reading
 from rsrank_rag.reranker import Pair, score_in_parts
+from rsrank_rag.service import model_process as worker
 from rsrank_rag.service import scheduler as scheduler_module
-from rsrank_rag.service import worker
-from rsrank_rag.service.backend import Description, ServiceError
 from rsrank_rag.service.engine import Engine
+from rsrank_rag.service.messages import Description, ServiceError
+from rsrank_rag.service.model_process import ModelProcess
 from rsrank_rag.service.scheduler import Scheduler
 from rsrank_rag.service.work_queue import QueueLimits
-from rsrank_rag.service.worker import ModelProcess
 
 
 class Mortal(Reranker):

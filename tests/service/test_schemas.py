@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from rsrank_rag.passages.parts import Reading
-from rsrank_rag.passages.ranked import normalise
-from rsrank_rag.passages.rule import BLANK_SCORE, Rule
+from rsrank_rag.ranking.results import normalise
+from rsrank_rag.ranking.rule import BLANK_SCORE, Rule
+from rsrank_rag.reading.parts import Reading
 from rsrank_rag.reranker import Pair, Scored
-from rsrank_rag.service.backend import Description, Outcome, ServiceError
 from rsrank_rag.service.error_responses import error_response, malformed
+from rsrank_rag.service.messages import Description, Outcome, ServiceError
 from rsrank_rag.service.schemas.answers import Answer, text_bytes
 from rsrank_rag.service.schemas.request import RankRequest
 

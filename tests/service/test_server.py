@@ -27,18 +27,18 @@ from prometheus_client.parser import text_string_to_metric_families
 from service_helpers import Numbers, Words, client_of, scheduler
 
 from rsrank_rag import RSRank
-from rsrank_rag.adapters.systems import load as load_reranker
+from rsrank_rag.adapters.kinds import load as load_reranker
+from rsrank_rag.backends.options import LoadOptions, ModelSource
 from rsrank_rag.cli import app
 from rsrank_rag.cli.service import KEYS
 from rsrank_rag.errors import InputError
-from rsrank_rag.language_model.options import LoadOptions, ModelSource
-from rsrank_rag.passages.rule import Rule
 from rsrank_rag.prefixes.cache import CachedPrefixes, PrefixTiers
 from rsrank_rag.prefixes.settings import cache_settings
+from rsrank_rag.ranking.rule import Rule
 from rsrank_rag.reranker import BLANK_SCORE
 from rsrank_rag.service import app as app_module
-from rsrank_rag.service.backend import Description
 from rsrank_rag.service.logs import TextlessFormatter
+from rsrank_rag.service.messages import Description
 
 JSON = {"content-type": "application/json"}
 RERANK = {"query": "q", "documents": ["3", "1", "2"]}

@@ -5,9 +5,9 @@ from collections import Counter
 
 import pytest
 
-from rsrank_rag.passages.parts import Reading
+from rsrank_rag.reading.parts import Reading
 from rsrank_rag.reranker import Pair, Scored
-from rsrank_rag.service.backend import Outcome, Parts, ServiceError
+from rsrank_rag.service.messages import Outcome, Parts, ServiceError
 from rsrank_rag.service.work_queue import QueueLimits, WorkQueue
 
 WINDOWS = Reading(long_documents="windows")

@@ -9,14 +9,14 @@ from conftest import CHAT, ENCODER, LAYERS, random_projection
 from training_helpers import labelled, written
 
 from rsrank_rag import RSRank
+from rsrank_rag.backends.options import LoadOptions
+from rsrank_rag.backends.torch.check import open_backbone
+from rsrank_rag.backends.torch.loading import load_model
 from rsrank_rag.errors import InputError, TrainingError
 from rsrank_rag.evaluation.datasets import LabelledDocument, LabelledQuery
-from rsrank_rag.language_model.check import open_backbone
-from rsrank_rag.language_model.loading import load_model
-from rsrank_rag.language_model.options import LoadOptions
 from rsrank_rag.method.scoring import ShiftReader
 from rsrank_rag.method.template import PromptTokenizer
-from rsrank_rag.training.batches import scored
+from rsrank_rag.training.feature_scores import scored
 from rsrank_rag.training.features import (
     FeatureExtractor,
     joined_documents,

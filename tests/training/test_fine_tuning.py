@@ -16,14 +16,14 @@ from training_helpers import labelled, run, scorings, written
 
 from rsrank_rag import RSRank
 from rsrank_rag.artifact import hub
+from rsrank_rag.backends.torch.projection import Projection
 from rsrank_rag.errors import InputError
 from rsrank_rag.evaluation.metrics import ScoredQuery
 from rsrank_rag.evaluation.statistics import folds
-from rsrank_rag.method.projection import Projection
 from rsrank_rag.method.scoring import ShiftReader
 from rsrank_rag.training import fine_tuning
 from rsrank_rag.training import run as run_module
-from rsrank_rag.training.batches import scored as scored_by_weights
+from rsrank_rag.training.feature_scores import scored as scored_by_weights
 from rsrank_rag.training.features import FeatureExtractor
 from rsrank_rag.training.fine_tuning import FineTuned, FineTuningOptions, fine_tune
 from rsrank_rag.training.recipe import FeaturePart, Recipe

@@ -9,11 +9,11 @@ import pytest
 import torch
 from training_helpers import toy
 
+from rsrank_rag.backends.torch.projection import Projection
 from rsrank_rag.errors import InputError
 from rsrank_rag.method.formula import shift_terms
-from rsrank_rag.method.projection import Projection
 from rsrank_rag.training import fit as fit_module
-from rsrank_rag.training.batches import batch_scores, make_batch, scored, split
+from rsrank_rag.training.feature_scores import batch_scores, make_batch, scored, split
 from rsrank_rag.training.fit import FitOptions, fit
 from rsrank_rag.training.losses import (
     alignment_loss,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.autograd import gradcheck
 
-from rsrank_rag.method.projection import Projection
+from rsrank_rag.backends.torch.projection import Projection
 from rsrank_rag.training.losses import (
     alignment_loss,
     calibration_loss,

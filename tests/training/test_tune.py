@@ -9,15 +9,15 @@ from conftest import DOCUMENTS, QUERIES
 from training_helpers import labelled, run, written
 
 from rsrank_rag import RSRank
-from rsrank_rag.adapters.systems import TunedRule, load
+from rsrank_rag.adapters.kinds import TunedRule, load
 from rsrank_rag.artifact import hub
 from rsrank_rag.artifact.config import RSRankConfig
+from rsrank_rag.backends.options import ModelSource
 from rsrank_rag.errors import InputError
 from rsrank_rag.evaluation.best_rule import Goal, best_rule
 from rsrank_rag.evaluation.metrics import ScoredQuery, apply_rule
 from rsrank_rag.evaluation.statistics import Estimate, folds
-from rsrank_rag.language_model.options import ModelSource
-from rsrank_rag.passages.rule import Fallback, Rule
+from rsrank_rag.ranking.rule import Fallback, Rule
 from rsrank_rag.training import tune as tune_module
 from rsrank_rag.training.tune import find_rule, goal_for
 

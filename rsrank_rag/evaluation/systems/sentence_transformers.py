@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ...backends.options import LoadOptions
 from ...errors import BackboneError, InputError, required
-from ...language_model.options import LoadOptions
 from ...reranker import Reranker
 
 
@@ -99,7 +99,7 @@ def _load(kind: str, name: str, revision: str | None, options: LoadOptions | Non
         "Bi-encoders and cross-encoders need sentence-transformers.",
         "systems",
     )
-    from ...language_model.loading import LOAD_ERRORS
+    from ...backends.torch.loading import LOAD_ERRORS
 
     options = options or LoadOptions()
     if options.weights is not None:

@@ -8,10 +8,10 @@ from typing import Any, Literal, TypeAlias
 
 from pydantic_core import to_json
 
-from ...passages.parts import WHOLE, Reading
-from ...passages.ranked import RankedDocument, RankResult, choose
-from ...passages.rule import Rule
-from ..backend import Description, Outcome, ServiceError
+from ...ranking.results import RankedDocument, RankResult, choose
+from ...ranking.rule import Rule
+from ...reading.parts import WHOLE, Reading
+from ..messages import Description, Outcome, ServiceError
 from .request import RankRequest
 
 Drop: TypeAlias = bool | Literal["always"]

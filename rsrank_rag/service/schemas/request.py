@@ -13,10 +13,10 @@ from pydantic import (
 )
 from typing_extensions import Self
 
-from ...passages.parts import MAX_CHARACTERS, LongDocuments, Reading
-from ...passages.rule import Fallback, Limits, Native, Rule
+from ...ranking.rule import Fallback, Limits, Native, Rule
+from ...reading.parts import MAX_CHARACTERS, LongDocuments, Reading
 from ...reranker import LongQueries, Pair
-from ..backend import Description
+from ..messages import Description
 
 
 def _without_object(value: Any) -> Any:

@@ -1,0 +1,1 @@
+"""Frozen language models: the interface, and one on torch and one on ONNX Runtime."""

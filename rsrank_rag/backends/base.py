@@ -1,0 +1,140 @@
+"""What scoring needs of a frozen language model, on torch or on ONNX Runtime.
+
+1. `LanguageModel.prefill` runs ``instruction + document + separator`` and records keys and values.
+   They do not depend on the query.
+2. `LanguageModel.query_values` runs the queries' tokens after these prefixes, and shows each
+   layer's value vectors.
+
+Axes: N rows, Q queries, H KV heads, T query tokens, D head dimension, C hidden size.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Any
+
+from ..method.arrays import Array
+from ..method.batches import Ids
+from ..method.prefix import Prefix, Prefixes, Show
+
+if TYPE_CHECKING:
+    from ..method.formula import Weights
+    from .torch.projection import Projection
+
+# Null prefixes that are remembered: one for each template in use.
+NULL_PREFIXES = 32
+
+
+class LanguageModel(ABC):
+    """A frozen transformer whose value vectors can be read in two phases.
+
+    Attributes:
+        name: Its class or kind, and where it came from.
+        device: Where it runs.
+        dtype: The dtype of keys and values, of torch or of numpy.
+        num_heads: H.
+        head_dim: D.
+        hidden_size: C.
+        max_length: Positions: of the whole sequence in a decoder, of each of its two parts in an
+            encoder.
+        last_layer: The last layer whose value vectors are read (from 0).
+        fusion_layer: The first layer in which queries see documents. Above 0, documents run up to
+            there only: what enters that layer gives the keys and values of all layers above.
+        similarity_window: Positions of a similarity window; None for the whole document only.
+        documents_in_int8: Whether documents run in 8 bits.
+        identity: What prefixes depend on, besides files, template and layers.
+    """
+
+    name: str
+    device: Any
+    dtype: Any
+    num_heads: int
+    head_dim: int
+    hidden_size: int
+    max_length: int
+    last_layer: int
+    fusion_layer: int
+    similarity_window: int | None = None
+    documents_in_int8 = False
+    identity: dict[str, object]
+
+    @abstractmethod
+    def prefill(
+        self, documents: Sequence[Ids], query_slots: int = 0, extra_rows: Sequence[Prefix] = ()
+    ) -> Prefixes:
+        """Run documents, and record keys and values of ``fusion_layer`` to ``last_layer`` - 1.
+
+        In ``last_layer`` only the queries' value vectors are read, so the run ends below it.
+
+        Args:
+            documents: Token ids of ``instruction + document + separator``.
+            query_slots: Tokens of the longest query that will run after the documents.
+            extra_rows: Prefixes of an earlier run, which become the last rows.
+
+        Returns:
+            The documents' prefixes, then the extra rows.
+        """
+
+    @abstractmethod
+    def query_values(
+        self,
+        queries: Sequence[Ids],
+        prefixes: Prefixes,
+        show: Show,
+        query_of_row: Sequence[int] | None = None,
+    ) -> Array:
+        """Run queries after prefixes and show their value vectors, layer by layer.
+
+        Values are not kept, so that memory does not grow with depth.
+
+        Args:
+            queries: Token ids. A shorter query is padded on its right; T is the longest's length.
+            prefixes: From `prefill`, with at least T query slots.
+            show: Called with each layer's index and values (N, H, T, D), from the fusion layer to
+                ``last_layer``.
+            query_of_row: For each prefix, the number of its query; None if there is only one.
+
+        Returns:
+            The mean of what enters the fusion layer of each query alone, (Q, C); empty without a
+            fusion layer.
+
+        Raises:
+            ValueError: The prefixes have too few query slots.
+        """
+
+    @cached_property
+    def null_prefix(self) -> Callable[[Ids], Prefix]:
+        """A function from token ids (S,), the template without a document, to their prefix.
+
+        A prefix is run once, and the last `NULL_PREFIXES` are remembered.
+        """
+        return lru_cache(NULL_PREFIXES)(self._null_prefix)
+
+    def _null_prefix(self, ids: Ids) -> Prefix:
+        return self.prefill([ids]).row(0)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of a prefix for each token of its document, in the model's dtype."""
+        layers = self.last_layer - self.fusion_layer
+        return 2 * layers * self.num_heads * self.head_dim * int(self.dtype.itemsize)
+
+    def slots_for(self, longest: int) -> int:
+        """Query slots for queries of at most so many tokens."""
+        return longest
+
+    def inference(self) -> AbstractContextManager[object]:
+        """A context manager for runs without gradients."""
+        return nullcontext()
+
+    def frozen(self, projection: "Projection | Weights") -> "Projection | Weights":
+        """B on the device, without gradients."""
+        return projection
+
+    def reach(self, layer: int) -> int | None:
+        """How many positions before a token can change the token's value vector at a layer.
+
+        None if there is no limit.
+        """
+        return None

@@ -1,0 +1,1 @@
+"""Encoders of BERT's kind on ONNX Runtime, without torch."""

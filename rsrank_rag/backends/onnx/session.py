@@ -1,0 +1,317 @@
+"""An encoder on ONNX Runtime, without torch: what runs encoders on a CPU.
+
+Axes: N rows, Q queries, S tokens of a document, T query tokens, K keys, H heads, D head dimension,
+C hidden size.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import onnxruntime
+from safetensors import safe_open
+from safetensors.numpy import load_file
+
+from ...errors import ArtifactError, BackboneError, MissingDependencyError, pip_install
+from ...method.batches import Ids
+from ...method.prefix import Prefix, Prefixes, Show, pooled
+from ..base import LanguageModel
+from ..options import ENCODER_FILES
+from ..sample import sample_of, trial_ids
+from ..tokenizer_file import largest_id
+from .cores import usable_cores
+from .graph import HIDDEN, ZERO, Encoder, Graph, Parameters
+from .quantisation import Numbers, fixed_parameters, ranges
+
+# At most so many padded tokens of documents are in one run of the graph, unless a single document
+# has more. In larger runs, the numbers of a layer take so much memory that glibc takes it from the
+# system anew in each layer, which costs a quarter of the time.
+RUN_TOKENS = 512
+
+WORDS = "embeddings.word_embeddings.weight"
+PLACES = "embeddings.position_embeddings.weight"
+
+ADVICE = f"Use torch for it (runtime='torch'): {pip_install('lm')}."
+
+
+class Session:
+    """A graph that ONNX Runtime runs."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.outputs = graph.outputs
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = thread_count()
+        options.inter_op_num_threads = 1
+        # Their memory would grow with every new shape.
+        options.enable_cpu_mem_arena = False
+        options.enable_mem_pattern = False
+        # Threads that wait would take cores from the host.
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        arrays = graph.arrays
+        values = [onnxruntime.OrtValue.ortvalue_from_numpy(array) for array in arrays.values()]
+        options.add_external_initializers(list(arrays), values)
+        self._session = onnxruntime.InferenceSession(
+            graph.content(), options, providers=["CPUExecutionProvider"]
+        )
+        # The session has copies in the order of its kernels.
+        arrays.clear()
+
+    def run(self, feeds: Mapping[str, Numbers], outputs: Sequence[str] = ()) -> list[Numbers]:
+        """Run the graph.
+
+        Args:
+            feeds: An array for each input, by name.
+            outputs: Names of outputs; without names, `Graph.outputs`.
+
+        Returns:
+            An array for each of these outputs.
+
+        Raises:
+            MemoryError: The run does not fit into memory.
+        """
+        try:
+            return list(self._session.run(outputs or self.outputs, feeds))
+        except Exception as error:
+            # The class of ONNX Runtime's error says less than its text.
+            if "allocate memory" in str(error) or "bad_alloc" in str(error):
+                raise MemoryError(str(error)) from error
+            raise
+
+
+def thread_count() -> int:
+    """Threads of a session: ``OMP_NUM_THREADS`` if it is a positive number, else `usable_cores`."""
+    number = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    return int(number) if number.isdecimal() and int(number) else usable_cores()
+
+
+@cache
+def largest_weight() -> int:
+    """The largest whole number that a weight is rounded to: 127 or 63.
+
+    Without VNNI, the processor adds two products of a weight and 255 in 16 bits.
+    """
+    graph = Graph()
+    codes = graph.input("codes", "uint8")
+    weight = graph.constant(np.full((64, 8), 127, np.int8))
+    one = graph.constant(1.0)
+    graph.outputs = [graph.add("MatMulIntegerToFloat", codes, weight, one, one)]
+    sums = Session(graph).run({"codes": np.full((1, 64), 255, np.uint8)})[0]
+    return 127 if bool((sums == 64 * 255 * 127).all()) else 63
+
+
+class _Sessions(NamedTuple):
+    """An encoder's graphs: texts alone, documents alone, and queries after documents."""
+
+    texts: Session
+    documents: Session
+    queries: Session
+
+
+class OnnxBackbone(LanguageModel):
+    """A frozen BERT-like encoder in two phases.
+
+    Args:
+        folder: Where its files are.
+        config: Its config, from `read_encoder_config`.
+        last_layer: The last layer whose value vectors are read.
+        fusion_layer: The first layer in which queries see documents.
+        similarity_window: As in `LanguageModel`.
+        calibration: Texts that fix the scales of documents in int8; none for float32.
+
+    Attributes:
+        sample: See `Backbone.sample`.
+    """
+
+    device = "cpu"
+    dtype = np.dtype("float32")
+
+    def __init__(
+        self,
+        folder: Path,
+        config: dict[str, Any],
+        *,
+        last_layer: int,
+        fusion_layer: int,
+        similarity_window: int | None = None,
+        calibration: Sequence[Ids] = (),
+    ) -> None:
+        self.folder = folder
+        self.last_layer = last_layer
+        self.fusion_layer = fusion_layer
+        self.similarity_window = similarity_window
+        self.config = config
+        self.name = f"{config['model_type']} ({folder})"
+        self.num_heads = config["num_attention_heads"]
+        self.hidden_size = config["hidden_size"]
+        self.head_dim = self.hidden_size // self.num_heads
+        self.max_length = config["max_position_embeddings"]
+        self.calibration = calibration
+        self.documents_in_int8 = bool(calibration)
+        self.identity = {"runtime": "onnx", "int8": largest_weight() if calibration else None}
+        # The batches of one call have the same query.
+        self._entering = lru_cache(1)(self._entering_of)
+        self._by_process = {os.getpid(): self._open()}
+        self.sample = self._sample()
+
+    def _open(self) -> _Sessions:
+        weights = load_file(self.folder / "model.safetensors")
+        encoder = Encoder(self.config, weights)
+        # The table stays in the dtype of its file: it is nearly half of the weights.
+        self._words = weights[WORDS]
+        first_type = encoder.array("embeddings.token_type_embeddings.weight")[0]
+        self._places = encoder.array(PLACES) + first_type
+        texts = self._alone(encoder)
+        documents = texts
+        if self.calibration:
+            parameters = self._calibrated(texts, encoder)
+            documents = self._alone(Encoder(self.config, weights, parameters, largest_weight()))
+        queries = Encoder(self.config, weights).fused(self.fusion_layer, self.last_layer)
+        return _Sessions(texts, documents, Session(queries))
+
+    def _sample(self) -> tuple[float, ...]:
+        """As `Backbone.sample`: the fixed tokens run as a query after a masked document."""
+        masked = np.zeros((1, self.num_heads, 1, self.head_dim), np.float32)
+        states = (masked,) * (self.last_layer - self.fusion_layer)
+        nothing = Prefixes(states, states, (0,), 0, ())
+        read: dict[int, Numbers] = {}
+        self.query_values([trial_ids(len(self._words))], nothing, read.__setitem__)
+        return sample_of(read[self.last_layer][0])
+
+    def _feeds(self, texts: Sequence[Ids]) -> dict[str, Numbers]:
+        """Embedded tokens of texts, (N, S, C), with padding, and the texts' lengths."""
+        lengths = np.array(list(map(len, texts)), np.int32)
+        ids = np.zeros((len(texts), int(lengths.max())), np.int64)
+        for row, text in zip(ids, texts, strict=True):
+            row[: len(text)] = text
+        embedded = self._words[ids].astype(np.float32) + self._places[: ids.shape[1]]
+        return {"embedded": embedded, "lengths": lengths}
+
+    def _alone(self, encoder: Encoder) -> Session:
+        return Session(encoder.alone(self.fusion_layer, self.last_layer))
+
+    def _calibrated(self, texts: Session, encoder: Encoder) -> Parameters:
+        """Parameters of all linear maps, from a run of the calibration texts in float32."""
+        parameters: Parameters = {}
+        numbers = texts.run(self._feeds(self.calibration), list(encoder.entering))
+        for entered, (maps, after_gelu) in zip(numbers, encoder.entering.values(), strict=True):
+            weights = [encoder.array(f"{name}.weight") for name in maps]
+            fixed = fixed_parameters(*ranges(entered, after_gelu=after_gelu), weights)
+            parameters |= dict.fromkeys(maps, fixed)
+        return parameters
+
+    @property
+    def _sessions(self) -> _Sessions:
+        """The graphs. A forked process opens its own, because threads do not survive a fork."""
+        process = os.getpid()
+        if process not in self._by_process:
+            self._by_process[process] = self._open()
+        return self._by_process[process]
+
+    def save(self, folder: Path) -> None:
+        """Write the encoder and its tokenizer into a new folder."""
+        folder.mkdir()
+        for name in ENCODER_FILES:
+            if (self.folder / name).is_file():
+                shutil.copyfile(self.folder / name, folder / name)
+
+    def slots_for(self, longest: int) -> int:
+        """No query slots: attention takes prefix and query apart."""
+        return 0
+
+    def prefill(
+        self, documents: Sequence[Ids], query_slots: int = 0, extra_rows: Sequence[Prefix] = ()
+    ) -> Prefixes:
+        """See `LanguageModel.prefill`. At most `RUN_TOKENS` run together."""
+        count = max(1, RUN_TOKENS // max(map(len, documents)))
+        prefixes: list[Prefix] = []
+        for start in range(0, len(documents), count):
+            run = self._run_alone(self._sessions.documents, documents[start : start + count])
+            prefixes += map(run.row, range(len(run)))
+        return Prefixes.join([*prefixes, *extra_rows], 0)
+
+    def _run_alone(self, session: Session, texts: Sequence[Ids]) -> Prefixes:
+        feeds = self._feeds(texts)
+        entering, *states = session.run(feeds)
+        lengths = feeds["lengths"].tolist()
+        vectors = list(np.empty((len(texts), 0), np.float32))
+        if self.fusion_layer:
+            vectors = pooled(entering, lengths, self.similarity_window)
+        return Prefixes(tuple(states[::2]), tuple(states[1::2]), tuple(lengths), 0, vectors)
+
+    def _null_prefix(self, ids: Ids) -> Prefix:
+        # In float32: its rounding would move all scores alike.
+        return self._run_alone(self._sessions.texts, [ids]).row(0)
+
+    def query_values(
+        self,
+        queries: Sequence[Ids],
+        prefixes: Prefixes,
+        show: Show,
+        query_of_row: Sequence[int] | None = None,
+    ) -> Numbers:
+        """See `LanguageModel.query_values`."""
+        entering = self._entering(tuple(queries))
+        rows = np.array(query_of_row or [0] * len(prefixes))
+        lengths = list(map(len, queries))
+        document = np.arange(prefixes.keys[0].shape[2]) < np.array(prefixes.lengths)[:, None]
+        query = np.arange(entering.shape[1]) < np.array(lengths)[rows][:, None]
+        seen = np.concatenate([document, query], axis=1)[:, None, None]
+        feeds = {"entering": entering, "query": rows, "mask": np.where(seen, ZERO, HIDDEN)}
+        for number, layer in enumerate(range(self.fusion_layer, self.last_layer)):
+            feeds[f"k{layer}"] = prefixes.keys[number]
+            feeds[f"v{layer}"] = prefixes.values[number]
+        for number, values in enumerate(self._sessions.queries.run(feeds)):
+            show(self.fusion_layer + number, values)
+        if not self.fusion_layer:
+            return np.empty(0)
+        return np.concatenate(pooled(entering, lengths))
+
+    def _entering_of(self, queries: tuple[Ids, ...]) -> Numbers:
+        """What enters the fusion layer of each query alone, (Q, T, C)."""
+        texts = self._sessions.texts
+        return texts.run(self._feeds(queries), texts.outputs[:1])[0]
+
+
+def read_encoder_config(folder: Path) -> dict[str, Any]:
+    """The encoder's config, whose sizes are those of its files.
+
+    Raises:
+        BackboneError: The config does not describe an encoder with GELU, or its weights have other
+            names.
+        ArtifactError: The tables of words and positions do not have the config's sizes, or the
+            tokenizer has larger token ids.
+    """
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if config.get("hidden_act") != "gelu" or config.get("is_decoder"):
+        raise BackboneError(f"{folder} is no encoder with GELU. {ADVICE}")
+    width = config["hidden_size"]
+    with safe_open(folder / "model.safetensors", framework="np") as file:
+        if not {WORDS, PLACES}.issubset(file.keys()):
+            raise BackboneError(f"The weights in {folder} have other names than here. {ADVICE}")
+        words, places = (file.get_slice(name).get_shape() for name in (WORDS, PLACES))
+    if words[1] != width or places != [config["max_position_embeddings"], width]:
+        raise ArtifactError(f"{folder}: the weights do not have the sizes that config.json names.")
+    if largest_id(folder / "tokenizer.json") >= words[0]:
+        raise ArtifactError(f"{folder}: the tokenizer has ids for which there are no embeddings.")
+    return config
+
+
+def check_kind(model_type: str | None, name: str) -> None:
+    """Refuse language models that only torch runs.
+
+    Raises:
+        MissingDependencyError: ``model_type`` is not "bert".
+    """
+    if model_type != "bert":
+        raise MissingDependencyError(
+            f"{name}: its language model is of the kind {model_type!r}. ONNX Runtime runs encoders "
+            "of the kind 'bert' here, and torch all others (runtime='torch').",
+            "lm",
+        )

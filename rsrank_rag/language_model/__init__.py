@@ -1,1 +1,0 @@
-"""Frozen language models: how they are loaded, what they must be able to do, how they attend."""

@@ -1,1 +1,0 @@
-"""Documents read in parts, ranked and explained. Knows texts and numbers, and no reranker."""

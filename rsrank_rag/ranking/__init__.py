@@ -1,0 +1,1 @@
+"""Scored documents, and which of them are kept."""
