@@ -114,6 +114,8 @@ class Objective:
         answered, unanswered = [], []
         count = len(batch.queries)
         for query, labels in enumerate(batch.labels):
+            if not labels:
+                continue
             places = torch.tensor(list(labels), device=device)
             relevant = torch.tensor(list(labels.values()), device=device)
             base = output.base[query, places]
