@@ -24,7 +24,7 @@ from service_helpers import in_thread
 from rsrank_rag import RSRank
 from rsrank_rag.errors import InputError, ScoringError
 from rsrank_rag.ranking.explanation import Explanation
-from rsrank_rag.reranker import Pair, Reranker
+from rsrank_rag.reranker import Pair, Reranker, Scored
 from rsrank_rag.service.app import Settings, create_app
 
 pytestmark = pytest.mark.browser
@@ -67,6 +67,13 @@ class Mute(Measured):
 
     def explain(self, query, document, max_tokens=None):
         raise InputError("I do not explain this.")
+
+
+class ShortSighted(Measured):
+    """Reads at most 100 characters of a text."""
+
+    def score_documents(self, query, documents):
+        return [Scored(len(text) - 10.0, truncated=len(text) > 100) for text in documents]
 
 
 class Deep(Measured):
@@ -485,8 +492,8 @@ def test_a_passage_that_cannot_be_scored_is_named(visit):
     assert page.locator("#results").is_hidden()
 
 
-def test_passages_that_were_cut_are_marked(page):
-    ranked(page, QUERY, ["Dough rests. " * 9000, *PASSAGES])
+def test_passages_that_were_cut_are_marked(visit):
+    page = ranked(visit(ShortSighted()), QUERY, ["Dough rests. " * 9, *PASSAGES])
     assert page.get_by_text("cut: its end was not read").count() == 1
     assert (
         page.get_by_role("button", name="cut: its end was not read").inner_text().count("[0]") == 1
