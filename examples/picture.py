@@ -1,6 +1,6 @@
 """Draw the picture of the README: the ten passages of `make demo` on one axis.
 
-python examples/picture.py docs/images/demo.png     # needs the extra [plots]
+python examples/picture.py docs/images/demo.png     # needs the extra [examples]
 """
 
 import sys

@@ -39,7 +39,6 @@ from rsrank_rag.evaluation.metrics import (
     selection_measures,
 )
 from rsrank_rag.evaluation.statistics import Array, estimate_mean
-from rsrank_rag.evaluation.unanswerable import auroc, best_scores, false_accepts
 from rsrank_rag.method.arrays import namespace
 from rsrank_rag.method.formula import Weights
 from rsrank_rag.partial_files import write_text
@@ -50,6 +49,7 @@ from . import kept_scores
 from .best_threshold import shared_threshold
 from .hub_datasets import NANOBEIR, load_nanobeir, load_sets
 from .reproduction.config import files_in
+from .unanswerable import auroc, best_scores, false_accepts
 
 DOCS = Path(__file__).parent / "docs"
 

@@ -48,7 +48,7 @@ class _Source:
 
     def table(self, config: str | None, split: str) -> Any:
         """A `datasets.Dataset`: Arrow files, mapped into memory."""
-        datasets = required("datasets", f"Loading {self.repository} needs datasets.", "train")
+        datasets = required("datasets", f"Loading {self.repository} needs datasets.", "research")
         try:
             return datasets.load_dataset(
                 self.repository, config, split=split, revision=self.revision

@@ -38,7 +38,7 @@ def reproduce(
     queries: int | None,
     dry_run: bool,
 ) -> None:
-    """Make the paper's tables and figures for an artifact, into OUTPUT/tables.md and OUTPUT/report.
+    """Make the paper's tables and figures for an artifact, into OUTPUT/tables.md.
 
     `python -m research.reproduce --config paper --model me/my-artifact --dry-run`
 
@@ -69,7 +69,7 @@ def reproduce(
         say=lambda text: click.echo(text, err=True),
         watch=progress,
     )
-    click.echo(f"{outcome.tables}\n{output / 'report' / 'index.html'}")
+    click.echo(outcome.tables)
     if outcome.failures:
         click.echo(
             f"{len(outcome.failures)} part(s) failed; they are named in {outcome.tables}.", err=True

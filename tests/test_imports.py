@@ -29,7 +29,7 @@ def in_fresh_python(code):
         "inspect, rsrank_rag; from rsrank_rag import *; inspect.getmembers(rsrank_rag)",
         "rsrank_rag.langchain, rsrank_rag.llama_index",
         "rsrank_rag.cli, rsrank_rag.service.app",
-        "rsrank_rag.evaluation.report, rsrank_rag.training.tune",
+        "rsrank_rag.evaluation.evaluate, rsrank_rag.training.tune",
     ],
 )
 def test_importing_loads_neither_torch_nor_transformers(imported):

@@ -42,7 +42,7 @@ def test_what_the_package_requires_brings_no_torch_and_the_extra_lm_does():
     assert not names & lm
 
 
-@pytest.mark.parametrize("extra", ["eval", "lm", "plots", "serve", "systems", "train"])
+@pytest.mark.parametrize("extra", ["eval", "lm", "serve", "systems", "train"])
 def test_pip_commands_are_those_of_the_readme_and_name_extras_that_exist(extra):
     assert pip_install(extra).startswith(f"pip install '.[{extra}]'")
     assert "pip install '.[langchain" in (ROOT / "README.md").read_text(encoding="utf-8")

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from rsrank_rag.evaluation.metrics import ScoredQuery, ranking_measures, selection_measures
-from rsrank_rag.evaluation.unanswerable import auroc, best_scores
 from rsrank_rag.ranking.rule import Rule
 
 from ..best_threshold import best_threshold
 from ..reproduction.thresholds import paired_t_test, threshold_stability
+from ..unanswerable import auroc, best_scores
 from .ablations import AblationRow
 from .measure import Figures, Scores
 

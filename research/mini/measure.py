@@ -27,6 +27,7 @@ from tqdm import tqdm
 
 from research import kept_scores
 from research.best_threshold import best_threshold, shared_threshold
+from research.unanswerable import auroc, best_scores, false_accepts
 from rsrank_rag import Reranker, RSRank
 from rsrank_rag.evaluation.datasets import LabelledQuery, dataset_name, read_labelled
 from rsrank_rag.evaluation.evaluate import score_dataset, shared_rule, summarise
@@ -38,7 +39,6 @@ from rsrank_rag.evaluation.metrics import (
 )
 from rsrank_rag.evaluation.systems.bm25 import BM25
 from rsrank_rag.evaluation.systems.sentence_transformers import BiEncoder
-from rsrank_rag.evaluation.unanswerable import auroc, best_scores, false_accepts
 from rsrank_rag.ranking.rule import Rule
 
 CLEAR = 1e-3

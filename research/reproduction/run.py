@@ -15,15 +15,14 @@ from rsrank_rag.adapters.kinds import load, parse
 from rsrank_rag.artifact import hub
 from rsrank_rag.backends.options import LoadOptions, ModelSource
 from rsrank_rag.errors import InputError, RSRankError
-from rsrank_rag.evaluation.comparison import Comparison, Measured
 from rsrank_rag.evaluation.datasets import LabelledQuery
 from rsrank_rag.evaluation.evaluate import score_dataset
 from rsrank_rag.evaluation.metrics import ScoredQuery
-from rsrank_rag.evaluation.report import check_report, write_report
 from rsrank_rag.partial_files import write_text
 from rsrank_rag.ranking.rule import Rule
 
 from ..best_threshold import shared_threshold
+from ..comparison import Comparison, Measured, compare
 from .ablations import Ablations, Kept, chosen, sha, state_of
 from .config import Reproduction, SystemPart
 from .tables import AblationFigures, FigureFile, ablation_tables, figures_of, page
@@ -56,14 +55,14 @@ def reproduce(
 ) -> Outcome:
     """Run what is left of a configuration.
 
-    Writes ``tables.md``, ``figures/`` and ``report/`` into ``output``.
+    Writes ``tables.md``, ``comparison.json`` and ``figures/`` into ``output``.
 
     `options`: how to load models. `say`: told what is going on, failures included. `watch`: wraps
     the queries that are being scored, as a progress bar does. Raises InputError if no set could be
     loaded.
     """
     output, options = Path(output), options or LoadOptions()
-    check_report(output)
+    output.mkdir(parents=True, exist_ok=True)
     run = _Run(config, output, options, say, watch)
     sets = run.sets()
     for part in config.systems:
@@ -73,7 +72,9 @@ def reproduce(
     outcome = run.outcome
     complete = [found for found in outcome.measured if set(found.scored) == set(sets)]
     if complete and sets:
-        outcome.comparison = write_report(output / "report", complete, sets)
+        outcome.comparison = compare(complete, sets)
+        text = outcome.comparison.model_dump_json(indent=1)
+        write_text(output / "comparison.json", text + "\n")
         write_figures(output / "figures", complete, outcome.comparison)
     figures = run.ablations()
     tables = ablation_tables(figures)

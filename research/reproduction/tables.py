@@ -4,13 +4,13 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
+import jinja2
 import numpy as np
 
-from rsrank_rag.evaluation.comparison import Comparison, Measured
 from rsrank_rag.evaluation.evaluate import summarise
-from rsrank_rag.evaluation.report import template
 from rsrank_rag.evaluation.statistics import Estimate, Record, estimate_mean
 
+from ..comparison import Comparison, Measured
 from .ablations import BASE, AblationOnSet, AblationRow
 from .thresholds import own_best, paired_t_test, set_best, threshold_of, threshold_stability
 
@@ -24,6 +24,12 @@ METRICS = {
     "f1@best": "F1@best",
 }
 COMPARED = ("ndcg@5", "f1@0")
+TEMPLATES = jinja2.Environment(
+    loader=jinja2.PackageLoader("research.reproduction", "templates"),
+    undefined=jinja2.StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
 
 
 def page(
@@ -81,11 +87,8 @@ def page(
         "found": found,
         "failures": failures,
     }
-    return str(
-        template(__package__, "tables.md").render(
-            about, name=name, sets=list(sets), ablations=ablations
-        )
-    )
+    template = TEMPLATES.get_template("tables.md")
+    return template.render(about, name=name, sets=list(sets), ablations=ablations)
 
 
 def _flat(summary: dict[str, Any]) -> dict[str, Any]:
@@ -166,4 +169,4 @@ def ablation_tables(figures: Sequence[AblationFigures]) -> str:
     """
     tables = list(dict.fromkeys((row.dataset, row.setup) for row in figures))
     about = {"tables": tables, "figures": figures, "metrics": METRICS, "compared": COMPARED}
-    return str(template(__package__, "ablations.md").render(about))
+    return TEMPLATES.get_template("ablations.md").render(about)

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from scipy import stats
 
-from rsrank_rag.evaluation import plots
-from rsrank_rag.evaluation.comparison import Comparison, Measured, SetResult
 from rsrank_rag.evaluation.metrics import ScoredQuery, selection_measures
 from rsrank_rag.ranking.rule import Rule
 from rsrank_rag.reranker import BLANK_SCORE
 
+from .. import plots
 from ..best_threshold import best_threshold
+from ..comparison import Comparison, Measured, SetResult
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -14,11 +14,15 @@ from ..adapters.kinds import forms, parse
 from ..adapters.kinds import load as load_reranker
 from ..backends.options import LoadOptions, ModelSource
 from ..errors import InputError
-from ..evaluation.comparison import Measured
 from ..evaluation.datasets import LabelledSets, read_sets, warn_of_reuse
-from ..evaluation.evaluate import recommend, score_dataset, shared_rule, summarise
+from ..evaluation.evaluate import (
+    lost_answers,
+    recommend,
+    score_dataset,
+    shared_rule,
+    summarise,
+)
 from ..evaluation.metrics import ScoredQuery, ranking_measures
-from ..evaluation.report import check_report, write_report
 from ..ranking import shadow
 from ..ranking.rule import Limits, Rule, plain
 from .options import (
@@ -45,8 +49,6 @@ ROWS = {
     "f1": "F1",
     "called_relevant": "called relevant without an answer",
     "kept_unanswerable": "kept without an answer",
-    "auroc": "AUROC of the best score",
-    "false_accepts@90": "false accepts at 90%",
     "ndcg@5": "nDCG@5 of all queries",
     "recall@5": "Recall@5 of all queries",
 }
@@ -91,7 +93,6 @@ def report(log: Path, list_calls: bool) -> None:
 )
 @revision_option
 @json_option
-@option("--report", type=PATH, help="Folder for a page with tables, figures and worst queries.")
 @rule_options
 def evaluate(
     data: Sequence[Path],
@@ -99,7 +100,6 @@ def evaluate(
     model: Sequence[str],
     revision: str | None,
     as_json: bool,
-    report: Path | None,
     limits: Limits,
 ) -> None:
     """Measure on labelled passages what a rule keeps and how a model ranks.
@@ -110,58 +110,51 @@ def evaluate(
 
     Answers lost: queries that have a relevant document, but keep no relevant one. Called relevant
     without an answer: queries without a relevant document of which a document scores above the
-    threshold. AUROC: how well the best score separates lists with a relevant document from lists
-    without one (also lists whose relevant documents were removed). False accepts: share of the
-    lists without a relevant document whose best score reaches the score that at least 90% of the
-    other lists reach. In nDCG@5 and Recall@5, a query without a relevant document counts 0. The
-    last table: other rules, such as the threshold alone, or the first five of the file.
+    threshold. In nDCG@5 and Recall@5, a query without a relevant document counts 0. The last table:
+    other rules, such as the threshold alone, or the first five of the file.
 
     `rsrank evaluate --data examples/labelled.jsonl --json > metrics.json`
 
-    `rsrank evaluate --data dev.jsonl.gz -m mini -m bm25 --report report`
+    `rsrank evaluate --data dev.jsonl.gz -m mini -m bm25`
     """
     # What is missing is an error before the work.
     ranking_measures([])
     Rule(0.0).with_limits(limits)
-    if report is not None:
-        check_report(report)
     model = list(dict.fromkeys(model))
     for name in model:
         parse(name)
     sets = read_sets(data)
-    measured = [_measure(ModelSource(name, revision, load), sets, limits) for name in model]
+    measured = {name: _measure(ModelSource(name, revision, load), sets, limits) for name in model}
     records: list[dict[str, Any]] = []
-    for one in measured:
-        for title, queries in one.scored.items():
+    for name, (rule, scored) in measured.items():
+        for title, queries in scored.items():
             record = {
-                "model": one.name,
+                "model": name,
                 "dataset": title,
-                "rule": asdict(one.rule),
-                **summarise(queries, one.rule),
-                "recommendation": recommend(queries, one.rule),
+                "rule": asdict(rule),
+                **summarise(queries, rule),
+                "lost_answers": lost_answers(sets[title], queries, rule),
+                "recommendation": recommend(queries, rule),
             }
             records.append(record)
     if as_json:
         print_json(records)
-    else:
-        for title in sets:
-            print_file(title, [one for one in records if one["dataset"] == title])
-        for one in measured:
-            pooled = [query for queries in one.scored.values() for query in queries]
-            print_rules(one.name, pooled, one.rule)
-            echo(recommend(pooled, one.rule))
-    # Last, so that a full disk does not lose the figures.
-    if report is not None:
-        write_report(report, measured, sets)
-        echo(f"Report: {report / 'index.html'}", err=True)
+        return
+    for title in sets:
+        print_file(title, [one for one in records if one["dataset"] == title])
+    for name, (rule, scored) in measured.items():
+        pooled = [query for queries in scored.values() for query in queries]
+        print_rules(name, pooled, rule)
 
 
-def _measure(source: ModelSource, sets: LabelledSets, limits: Limits) -> Measured:
-    """A system's scores, and its rule: its own with the limits, or the best over all files."""
+def _measure(
+    source: ModelSource, sets: LabelledSets, limits: Limits
+) -> tuple[Rule, dict[str, list[ScoredQuery]]]:
+    """A system's rule, which is its own with the limits or the best over all files, and scores."""
     name = source.name
     show_waiting(f"Loading {name} ...")
     system = load_reranker(source)
-    reused = warn_of_reuse(name, system.labelled_data, sets)
+    warn_of_reuse(name, system.labelled_data, sets)
     scored = {}
     for title, queries in sets.items():
         scored[title] = score_dataset(system, progress(queries, f"{name}, {title}"))
@@ -173,11 +166,11 @@ def _measure(source: ModelSource, sets: LabelledSets, limits: Limits) -> Measure
         rule = shared_rule(list(scored.values()))
         origin = "the best over all files, counted alike; this system has no native threshold"
     echo(f"{name}: {rule}: {origin}.", err=True)
-    return Measured(name, rule, origin, scored, reused)
+    return rule, scored
 
 
 def print_rules(name: str, scored: Sequence[ScoredQuery], rule: Rule) -> None:
-    """Print what the rule in use and its alternatives keep, over all queries of all sets."""
+    """Print what the rule in use and its alternatives keep of all queries, and the advice."""
     summary = summarise(scored, rule)
     answerable = summary["answerable"]
     unanswerable = summary["queries"] - answerable
@@ -197,14 +190,19 @@ def print_rules(name: str, scored: Sequence[ScoredQuery], rule: Rule) -> None:
         "called relevant w/o answer",
     )
     print_table(title, heading, rows)
+    echo(recommend(scored, rule))
 
 
 def print_file(title: str, records: Sequence[Mapping[str, Any]]) -> None:
-    """Print a row for each metric of a file, and a column for each record of `summarise`."""
+    """Print a row for each metric of a file, a column for each record, and lost answers' ids."""
     names = [record["model"] for record in records]
     columns = [{**record, **record["rules"]["in_use"]} for record in records]
     rows = [(name, *[plain(column[key]) for column in columns]) for key, name in ROWS.items()]
     print_table(title, ("", *names), rows)
+    for record in records:
+        if record["lost_answers"]:
+            ids = ", ".join(record["lost_answers"])
+            echo(printable(f"{record['model']} loses the answers of: {ids}"))
 
 
 COMMANDS = (report, evaluate)

@@ -53,27 +53,23 @@ def dataset_name(path: str | Path) -> str:
     return Path(path).name.removesuffix(".gz").removesuffix(".jsonl")
 
 
-def warn_of_reuse(model: str, used: Collection[str], names: Iterable[str]) -> list[str]:
+def warn_of_reuse(model: str, used: Collection[str], names: Iterable[str]) -> None:
     """Log a warning for each set whose labels may have trained a model or chosen its threshold.
 
     Args:
         model: The model's name.
         used: See `Reranker.labelled_data`.
         names: Names of the sets that measure the model.
-
-    Returns:
-        The names of these sets.
     """
-    reused = [name for name in names if dataset_name(name) in used]
-    for name in reused:
-        logger.warning(
-            "%s has the name of a labelled set that is recorded in %s: its labels trained the "
-            "weights, or chose this or an earlier threshold. If they are these labels, figures may "
-            "be too high for new queries.",
-            name,
-            model,
-        )
-    return reused
+    for name in names:
+        if dataset_name(name) in used:
+            logger.warning(
+                "%s has the name of a labelled set that is recorded in %s: its labels trained the "
+                "weights, or chose this or an earlier threshold. If they are these labels, figures "
+                "may be too high for new queries.",
+                name,
+                model,
+            )
 
 
 def read_sets(paths: Iterable[str | Path]) -> dict[str, list[LabelledQuery]]:

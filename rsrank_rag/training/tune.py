@@ -11,7 +11,7 @@ from ..adapters import kinds as systems
 from ..artifact import hub
 from ..backends.options import ModelSource
 from ..errors import InputError
-from ..evaluation.best_rule import Goal, best_rule
+from ..evaluation.best_rule import ENOUGH_ANSWERS, Goal, best_rule
 from ..evaluation.datasets import dataset_name, read_labelled, warn_of_reuse
 from ..evaluation.evaluate import score_dataset
 from ..evaluation.metrics import RuleResult, ScoredQuery, apply_rule, selection_measures
@@ -22,9 +22,6 @@ from ..rsrank import RSRank
 from .verdict import RULE_MEASURES, Verdict, verdict_on
 
 FOLDS = 5
-
-# With a probability of 95%, a rule that loses none of so many answers loses at most a tenth of all.
-ENOUGH_ANSWERS = 29
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from rsrank_rag.errors import InputError, MissingDependencyError, ScoringError
 from rsrank_rag.evaluation import datasets
 from rsrank_rag.evaluation.datasets import LabelledDocument, read_labelled
 from rsrank_rag.evaluation.evaluate import (
+    lost_answers,
     recommend,
     score_dataset,
     summarise,
@@ -316,35 +317,22 @@ def test_a_summary_has_the_same_measures_for_the_rule_in_use_and_for_others():
     assert found["top5"]["kept"] == pytest.approx((4 + 4 + 2) / 3)
 
 
-def test_the_recommendation_names_a_rule_and_what_the_first_five_of_the_file_lose():
-    # Each relevant document is the best of ten, and the last of the file. In six of fourteen
-    # queries it scores below zero.
+def test_the_recommendation_names_a_rule_and_says_where_queries_are_few():
+    # Each relevant document is the best of ten. In six of the queries it scores below zero.
     queries = [
         ScoredQuery([place - 8.5 - 9.0 * (number < 6) for place in range(10)], [False] * 9 + [True])
-        for number in range(14)
+        for number in range(29)
     ]
     native = Rule(0.0, fallback=Fallback(max_gap=0.5, max_depth=10.0))
-    assert recommend(queries, native) == (
-        "On these queries this rule loses 0 of 14 answers and keeps 1.00 passages a query, with "
-        "F1 1.000: zero, else within 0.5 of the best and above -10. The first five in the file's "
-        "order lose 14 and keep 5.00, with F1 0.000. Of the rules by score that lose at most 10% "
-        "of the answers, none has a better F1. The rule may lose more answers to other queries: "
-        "0 of 14 does not prove that at most 10% are lost."
+    advice = (
+        "On these queries this rule loses 0 of {0} answers and keeps 1.00 passages a query, with "
+        "F1 1.000: zero, else within 0.5 of the best and above -10. Of the rules by score that "
+        "lose at most 10% of the answers, none has a better F1."
     )
-
-
-@pytest.mark.parametrize(
-    ("lost", "answers", "is_proof"),
-    # By the binomial distribution: a rule that loses 10% loses so few with 5.2%, 4.7%, 5.7%, 4.6%.
-    [(0, 28, False), (0, 29, True), (2, 59, False), (2, 62, True)],
-)
-def test_a_recommendation_says_if_the_rule_may_lose_more_on_other_queries(lost, answers, is_proof):
-    kept = ScoredQuery([1.0, -1.0], [True, False])
-    # A rule with more documents would keep the relevant one, but has a worse F1.
-    below = ScoredQuery([5.0, *[-2.0] * 8, -3.0], [False] * 9 + [True])
-    advice = recommend([kept] * (answers - lost) + [below] * lost, Rule(0.0))
-    assert f"On these queries this rule loses {lost} of {answers} answers" in advice
-    assert ("does not prove" in advice) is not is_proof
+    assert recommend(queries, native) == advice.format(29)
+    assert recommend(queries[:14], native) == advice.format(14) + (
+        " 14 queries with a relevant passage prove little about other queries: label 29 or more."
+    )
 
 
 def test_where_every_rule_loses_many_answers_the_recommendation_says_so():
@@ -356,17 +344,25 @@ def test_where_every_rule_loses_many_answers_the_recommendation_says_so():
     )
 
 
-def test_the_recommendation_says_where_the_order_of_the_file_decided():
-    words = "equal scores were taken in the file's order"
-    zero = Rule(0.0)
-    assert words not in recommend([ScoredQuery([1.0, -1.0], [True, False])] * 3, zero)
-    # The order of documents with equal scores and equal labels changes nothing.
-    assert words not in recommend([ScoredQuery([1.0, 1.0, -1.0], [True, True, False])] * 3, zero)
-    assert words in recommend([ScoredQuery([1.0, 1.0], [True, False])] * 3, zero)
+def test_lost_answers_are_named_by_the_ids_of_their_queries():
+    queries = [datasets.LabelledQuery(id=name, query="?", documents=()) for name in "abc"]
+    assert lost_answers(queries, [MIXED, BELOW, NO_ANSWER], Rule(0.0)) == ["b"]
 
 
 def test_where_no_query_has_an_answer_nothing_is_recommended():
     assert "no rule is advised" in recommend([NO_ANSWER], Rule(0.0))
+
+
+def test_sets_that_share_a_name_go_by_their_paths(tmp_path):
+    paths = []
+    for name in ("a/one.jsonl", "b/one.jsonl", "b/two.jsonl"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(LINE), encoding="utf-8")
+        paths.append(path)
+    sets = datasets.read_sets([*paths, paths[0]])
+    assert list(sets) == ["one", str(paths[1]), "two"]
+    assert sets["two"] == read_labelled(paths[0])
 
 
 @pytest.mark.parametrize(

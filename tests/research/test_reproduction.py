@@ -10,6 +10,7 @@ import torch
 from click.testing import CliRunner
 from conftest import CHAT, DOCUMENTS, ENCODER, LAYERS, QUERIES
 
+from research.comparison import Comparison, Measured, compare
 from research.recipe import ResearchRecipe, SetPart
 from research.reproduce import reproduce as reproduce_command
 from research.reproduction.ablations import (
@@ -30,7 +31,6 @@ from rsrank_rag.backends.options import LoadOptions
 from rsrank_rag.backends.torch.check import open_backbone
 from rsrank_rag.backends.torch.loading import load_model
 from rsrank_rag.errors import InputError
-from rsrank_rag.evaluation.comparison import Measured, compare
 from rsrank_rag.evaluation.datasets import LabelledDocument, LabelledQuery, read_labelled
 from rsrank_rag.evaluation.evaluate import score_dataset, summarise
 from rsrank_rag.evaluation.metrics import ScoredQuery
@@ -281,7 +281,8 @@ def test_a_whole_run_gives_tables_and_figures_of_the_scores(artifact, ranker, da
         assert f"| {name} |" in page
     figures = {path.stem for path in (tmp_path / "out").rglob("*.png")}
     assert {"f1-gap", "score-range-0"} <= figures
-    assert (tmp_path / "out" / "report" / "index.html").read_text("utf-8").count("<img") >= 1
+    saved = (tmp_path / "out" / "comparison.json").read_text("utf-8")
+    assert Comparison.model_validate_json(saved) == outcome.comparison
 
 
 def recipe_text(artifact):

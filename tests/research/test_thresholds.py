@@ -15,6 +15,7 @@ pytest.importorskip("scipy")
 from matplotlib.colors import to_hex
 
 from research.best_threshold import best_threshold
+from research.comparison import Measured, compare
 from research.reproduction.thresholds import (
     f1_gap_curves,
     paired_t_test,
@@ -23,7 +24,6 @@ from research.reproduction.thresholds import (
     write_figures,
 )
 from research.reproduction.thresholds import f1_gaps as gaps_of
-from rsrank_rag.evaluation.comparison import Measured, compare
 from rsrank_rag.evaluation.datasets import LabelledDocument, LabelledQuery
 from rsrank_rag.evaluation.metrics import ScoredQuery
 from rsrank_rag.ranking.rule import Rule

@@ -3,9 +3,9 @@
 import math
 from collections.abc import Sequence
 
-import numpy as np
+from scipy.stats import mannwhitneyu
 
-from .metrics import ScoredQuery
+from rsrank_rag.evaluation.metrics import ScoredQuery
 
 
 def best_scores(queries: Sequence[ScoredQuery]) -> tuple[list[float], list[float]]:
@@ -36,11 +36,8 @@ def auroc(positives: Sequence[float], negatives: Sequence[float]) -> float | Non
     """
     if not positives or not negatives:
         return None
-    ordered = np.sort(negatives)
-    wins = np.searchsorted(ordered, positives, "left") + np.searchsorted(
-        ordered, positives, "right"
-    )
-    return float(wins.mean()) / 2 / len(negatives)
+    wins = mannwhitneyu(positives, negatives).statistic
+    return float(wins) / len(positives) / len(negatives)
 
 
 def false_accepts(

@@ -1,4 +1,4 @@
-"""Several systems on several sets in numbers: report.json of ``rsrank evaluate --report``."""
+"""Several systems on several sets in numbers, with intervals and paired differences."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,22 +8,22 @@ from itertools import combinations, starmap
 import numpy as np
 from numpy.typing import ArrayLike
 
-from .. import __version__
-from ..ranking.rule import Rule
-from .datasets import LabelledQuery, LabelledSets
-from .metrics import ScoredQuery, ranking_measures, selection_measures
-from .statistics import LEVEL, RESAMPLES, Array, Estimate, Record, estimate_mean
+from rsrank_rag import __version__
+from rsrank_rag.evaluation.datasets import LabelledQuery, LabelledSets
+from rsrank_rag.evaluation.metrics import ScoredQuery, ranking_measures, selection_measures
+from rsrank_rag.evaluation.statistics import (
+    LEVEL,
+    RESAMPLES,
+    Array,
+    Estimate,
+    Record,
+    estimate_mean,
+)
+from rsrank_rag.ranking.rule import Rule
 
-# What is measured of each query and in the mean, and its heading. The last four are measures of the
-# rule in use; recall and answers lost are those of the answerable queries alone.
-METRICS = {
-    "ndcg@5": "nDCG@5",
-    "recall@5": "Recall@5",
-    "lost": "answers lost",
-    "kept": "kept per query",
-    "recall": "recall",
-    "f1": "F1",
-}
+# What is measured of each query and in the mean. The last four are measures of the rule in use;
+# recall and answers lost are those of the answerable queries alone.
+METRICS = ("ndcg@5", "recall@5", "lost", "kept", "recall", "f1")
 
 
 class QueryLabels(Record):
@@ -61,8 +61,6 @@ class SystemResult(Record):
     name: str
     rule: str  # the rule in use, in words
     origin: str  # of the rule, such as "native"
-    # Sets whose labels may have trained the system or chosen its rule.
-    reused: tuple[str, ...] = ()
     metrics: dict[str, Estimate]
     sets: dict[str, SetResult]
 
@@ -77,7 +75,7 @@ class Difference(Record):
 
 
 class Comparison(Record):
-    """Everything that was measured. `model_validate_json` reads report.json back."""
+    """Everything that was measured. `model_validate_json` reads its file back."""
 
     package_version: str = __version__
     level: float = LEVEL
@@ -95,7 +93,6 @@ class Measured:
     rule: Rule
     origin: str  # of the rule, such as "native"
     scored: Mapping[str, Sequence[ScoredQuery]]  # set -> scored queries, in the order of the set
-    reused: Sequence[str] = ()  # see `SystemResult`
 
 
 def compare(systems: Sequence[Measured], sets: LabelledSets) -> Comparison:
@@ -144,7 +141,6 @@ def _system(system: Measured) -> SystemResult:
         name=system.name,
         rule=str(system.rule),
         origin=system.origin,
-        reused=tuple(system.reused),
         metrics=_estimates(samples),
         sets=sets,
     )

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from research.unanswerable import auroc, best_scores, false_accepts
 from rsrank_rag.evaluation.metrics import ScoredQuery
-from rsrank_rag.evaluation.unanswerable import auroc, best_scores, false_accepts
 
 MIXED = ScoredQuery([0.0, 3.0, 1.0, 2.0], [False, True, True, False])
 BELOW = ScoredQuery([1.0, -1.0, -3.0, -2.0], [False, True, False, True])
