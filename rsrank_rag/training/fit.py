@@ -44,6 +44,8 @@ class FitOptions(BaseModel, extra="forbid", frozen=True):
     """m."""
     calibration_weight: NonNegativeFloat = 0.8
     margin_weight: NonNegativeFloat = 1.0
+    irrelevant_weight: NonNegativeFloat = 1.0
+    """Of irrelevant documents in calibration and margin. Above 1, fewer of them are above zero."""
     orthogonality_weight: NonNegativeFloat = 0.05
     alignment_weight: NonNegativeFloat = 0.5
     frobenius_weight: NonNegativeFloat = 0.1
@@ -161,8 +163,14 @@ def objective(
         alignment = alignment_loss(oracles)
     terms = torch.stack(
         [
-            calibration_loss(scores, batch.relevant, batch.irrelevant),
-            margin_loss(scores, batch.relevant, batch.irrelevant, options.margin),
+            calibration_loss(scores, batch.relevant, batch.irrelevant, options.irrelevant_weight),
+            margin_loss(
+                scores,
+                batch.relevant,
+                batch.irrelevant,
+                options.margin,
+                options.irrelevant_weight,
+            ),
             orthogonality_loss(weight),
             alignment,
             frobenius_loss(weight),

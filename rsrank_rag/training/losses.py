@@ -12,29 +12,41 @@ import torch
 from torch import Tensor
 
 
-def calibration_loss(scores: Tensor, relevant: Tensor, irrelevant: Tensor) -> Tensor:
+def calibration_loss(
+    scores: Tensor, relevant: Tensor, irrelevant: Tensor, irrelevant_weight: float = 1.0
+) -> Tensor:
     """How far relevant documents are below zero, and irrelevant ones above (L_cal).
+
+    ``irrelevant_weight`` multiplies the part of the irrelevant documents, which is 1 in the paper.
 
     >>> relevant = torch.tensor([True, True, False])
     >>> calibration_loss(torch.tensor([-1.0, 3.0, 2.0]), relevant, ~relevant)
     tensor(2.5000)
     """
-    return (_mean((-scores).relu(), relevant) + _mean(scores.relu(), irrelevant)).mean()
+    below = _mean((-scores).relu(), relevant)
+    above = _mean(scores.relu(), irrelevant)
+    return (below + irrelevant_weight * above).mean()
 
 
 def margin_loss(
-    scores: Tensor, relevant: Tensor, irrelevant: Tensor, margin: float = 0.5
+    scores: Tensor,
+    relevant: Tensor,
+    irrelevant: Tensor,
+    margin: float = 0.5,
+    irrelevant_weight: float = 1.0,
 ) -> Tensor:
     """How much is missing until both classes are beyond the margin (L_margin).
 
     The third term is what is missing until the lowest score of a relevant document is above the
-    highest score of an irrelevant one by the margin.
+    highest score of an irrelevant one by the margin. ``irrelevant_weight`` multiplies the second
+    term, that of the irrelevant documents; it is 1 in the paper.
 
     >>> relevant = torch.tensor([True, False])
     >>> margin_loss(torch.tensor([1.0, 0.0]), relevant, ~relevant)
     tensor(0.5000)
     """
-    loss = _mean((margin - scores).relu(), relevant) + _mean((scores + margin).relu(), irrelevant)
+    loss = _mean((margin - scores).relu(), relevant)
+    loss = loss + irrelevant_weight * _mean((scores + margin).relu(), irrelevant)
     # Without a document of one class this is margin - infinity, which the ReLU makes 0.
     worst = scores.masked_fill(~relevant, torch.inf).amin(-1)
     best = scores.masked_fill(~irrelevant, -torch.inf).amax(-1)

@@ -19,8 +19,8 @@ SCORES = torch.tensor([2.0, -0.25, 0.3, -3.0, 1.0], dtype=torch.float64)
 RELEVANT = torch.tensor([True, True, False, False, False])
 
 
-def calibration(scores, relevant):
-    return calibration_loss(scores, relevant, ~relevant)
+def calibration(scores, relevant, **options):
+    return calibration_loss(scores, relevant, ~relevant, **options)
 
 
 def margin(scores, relevant, **options):
@@ -50,6 +50,13 @@ def test_margin_loss_by_hand():
 def test_margin_loss_with_another_margin_by_hand():
     # relevant: (0 + 1.25) / 2; irrelevant: (1.3 + 0 + 2) / 3; worst pair: 1 - (-0.25 - 1)
     assert margin(SCORES, RELEVANT, margin=1.0).item() == pytest.approx(0.625 + 1.1 + 2.25)
+
+
+def test_irrelevant_documents_count_as_often_as_their_weight_says():
+    calibrated = calibration(SCORES, RELEVANT, irrelevant_weight=2.0)
+    assert calibrated.item() == pytest.approx(0.125 + 2 * 1.3 / 3)
+    beyond = margin(SCORES, RELEVANT, irrelevant_weight=2.0)
+    assert beyond.item() == pytest.approx(0.375 + 2 * 2.3 / 3 + 1.75)
 
 
 def test_margin_loss_is_zero_beyond_the_margin_and_positive_within_it():
