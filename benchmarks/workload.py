@@ -215,11 +215,16 @@ class Plain:
         them as they are above.
         """
         fusion, width = self.ranker.config.fusion_layer, max(map(len, prefixes))
+        window = self.ranker.config.attention_window
         entering: list[Tensor] = []
 
         def apart(_module: object, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             mask = args[1].clone()
             mask[..., width:, :width] = False
+            if window is not None:
+                places = torch.arange(width, device=mask.device)
+                near = (places[:, None] - places).abs() <= window // 2
+                mask[..., :width, :width] &= near | (places == 0)
             return (args[0], mask, *args[2:])
 
         def stay(_module: object, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -260,20 +260,20 @@ def unkept(ranker: RSRank) -> RSRank:
     return ranker
 
 
-def copy_with_windows(artifact: Path, copy: Path, size: int) -> Path:
-    """A copy of an artifact whose similarity windows have so many positions."""
+def copy_with(artifact: Path, copy: Path, **fields: object) -> Path:
+    """A copy of an artifact with other fields in its config."""
     shutil.copytree(artifact, copy)
     config = hub.read_config(copy)
     weights = hub.read_weights(copy, config)
-    hub.write_artifact(copy, config.model_copy(update={"similarity_window": size}), weights, "")
+    hub.write_artifact(copy, config.model_copy(update=fields), weights, "")
     return copy
 
 
 @pytest.fixture(scope="session")
 def mini_in_windows(tmp_path_factory):
-    """Folder of `mini` with similarity windows of 24 positions."""
+    """Folder of `mini` with similarity windows of 24 positions, and an attention window of 64."""
     folder = tmp_path_factory.mktemp("windows") / "mini"
-    return copy_with_windows(hub.resolve("mini"), folder, 24)
+    return copy_with(hub.resolve("mini"), folder, similarity_window=24, attention_window=64)
 
 
 def score_many(

@@ -45,8 +45,7 @@ def convert(source: Path, folder: Path, start: Path) -> None:
     """Write the artifact."""
     description = json.loads((source / "model.json").read_text(encoding="utf-8"))
     rule = description["rule"]
-    if description["reach"] is not None:
-        raise SystemExit("rsrank_rag reads documents with full attention. Train with reach = 0.")
+    reach = description["reach"]
     weights = load_file(source / "model.safetensors")
     projection, shift_weight, agreement = (weights.pop(name) for name in SMALL)
     with tempfile.TemporaryDirectory() as temporary:
@@ -63,6 +62,7 @@ def convert(source: Path, folder: Path, start: Path) -> None:
             template=TEMPLATE,
             fusion_layer=description["fuse"],
             similarity_window=description["window"],
+            attention_window=None if reach is None else 2 * reach,
             options=LoadOptions(device="cpu", dtype="float16"),
             training=TrainingRecord(
                 data=tuple(description.get("data", ())),

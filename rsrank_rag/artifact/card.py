@@ -46,6 +46,11 @@ def _description(config: RSRankConfig) -> list[str]:
             f"- Similarity windows: {config.similarity_window} positions. The cosine and MaxSim "
             "terms are those of the document's best window, or of the whole document"
         )
+    if config.attention_window is not None:
+        lines.append(
+            f"- Attention window: {config.attention_window} positions. Below the fusion layer, a "
+            "document's token attends to the first token and to tokens at most half as far away"
+        )
     lines.append(f"- Template: `{config.template.model_dump_json()}`")
     data = ", ".join(training.data) or "not recorded"
     lines.append(f"- Labelled data: {data}; seed {training.seed}")

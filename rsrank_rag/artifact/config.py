@@ -70,6 +70,9 @@ class RSRankConfig(BaseModel, extra="forbid", frozen=True, ser_json_inf_nan="con
     """Positions of a similarity window. The similarity terms are those of the window with the
     greatest sum of these terms; the whole document is one of the windows, and the only one if None.
     """
+    attention_window: int | None = Field(default=None, gt=0, multiple_of=2)
+    """Below the fusion layer, a token of a document attends to the document's first token and to
+    the tokens at most half of so many positions away (as in Longformer); None: to all tokens."""
     template: Template = Template()
     max_length: int | None = Field(default=None, gt=0)
     """Positions to use, if fewer than the model has."""
@@ -94,8 +97,9 @@ class RSRankConfig(BaseModel, extra="forbid", frozen=True, ser_json_inf_nan="con
                 f"(up to layer {self.fusion_layer}, queries do not see the document), "
                 f"got {self.layers[0]}..{self.layers[-1]}"
             )
-        if self.similarity_window is not None and not self.fusion_layer:
-            raise ValueError("similarity_window needs a fusion_layer")
+        for name in ("similarity_window", "attention_window"):
+            if getattr(self, name) is not None and not self.fusion_layer:
+                raise ValueError(f"{name} needs a fusion_layer")
         return self
 
     @property

@@ -98,6 +98,7 @@ def prefix_identity(core: LanguageModel, config: RSRankConfig) -> dict[str, obje
         "layers": core.last_layer,
         "fusion_layer": core.fusion_layer,
         "similarity_window": core.similarity_window,
+        "attention_window": core.attention_window,
         **core.identity,
     }
 

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from typing_extensions import Self
 
 from ..backends.options import LoadOptions, ModelSource
-from ..errors import ArtifactError, InputError, RSRankError, needs_torch, problems_of
+from ..errors import ArtifactError, BackboneError, InputError, RSRankError, needs_torch, problems_of
 from ..method.template import PromptTokenizer, Template
 from ..partial_files import replacing
 from ..prefixes.settings import cache_settings
@@ -174,6 +174,7 @@ class Pretrained(ABC):
         template: Template | None = None,
         fusion_layer: int = 0,
         similarity_window: int | None = None,
+        attention_window: int | None = None,
         revision: str | None = None,
         options: LoadOptions | None = None,
         training: TrainingRecord | None = None,
@@ -189,6 +190,8 @@ class Pretrained(ABC):
                 Below it, a query's tokens see only ``query_start + query + suffix``. Documents run
                 up to this layer only: this layer and all above it see the states that enter it.
             similarity_window: Positions of a similarity window; None for the whole document only.
+            attention_window: Below the fusion layer, a document's token attends to the first token
+                and to tokens at most half of so many positions away; None for all. Encoders only.
             revision: The language model's revision on the Hub, recorded in the artifact.
             options: How to load the language model.
             training: The data and settings B was trained with, recorded in the artifact.
@@ -209,6 +212,7 @@ class Pretrained(ABC):
             template=template,
             fusion_layer=fusion_layer,
             similarity_window=similarity_window,
+            attention_window=attention_window,
         )
         files = hashes(folder_of(name, revision, load.cache_dir))
         try:
@@ -218,6 +222,7 @@ class Pretrained(ABC):
                 projection_dim=projection.weight.shape[2],
                 fusion_layer=fusion_layer,
                 similarity_window=similarity_window,
+                attention_window=attention_window,
                 template=template,
                 training=training or TrainingRecord(),
                 license=license,
@@ -379,6 +384,7 @@ def open_on_torch(
         template=config.template,
         fusion_layer=config.fusion_layer,
         similarity_window=config.similarity_window,
+        attention_window=config.attention_window,
         max_lengths=(config.max_length, source.max_length),
         spec=spec,
     )
@@ -430,6 +436,7 @@ def _open_encoder(
         last_layer=config.layers[-1],
         fusion_layer=config.fusion_layer,
         similarity_window=config.similarity_window,
+        attention_window=config.attention_window,
         calibration=calibration_ids(prompts) if dtype == "int8" else (),
     )
     check_model(core.sample, tokenizer, spec, str(place))
@@ -445,6 +452,7 @@ def open_model(
     template: Template,
     fusion_layer: int = 0,
     similarity_window: int | None = None,
+    attention_window: int | None = None,
     max_lengths: tuple[int | None, ...] = (),
     spec: BackboneSpec | None = None,
 ) -> "tuple[Backbone, PromptTokenizer]":
@@ -463,6 +471,9 @@ def open_model(
     if spec is not None:
         check_model(core.sample, loaded.tokenizer, spec, name, bits_of(core.model))
     core.similarity_window = similarity_window
+    if attention_window is not None and core.causal:
+        raise BackboneError(f"{core.name} is a decoder, and attention_window is for encoders.")
+    core.attention_window = attention_window
     core.identity["bits"] = bits_of(core.model)
     limits = (core.max_length, *max_lengths)
     prompts = PromptTokenizer(

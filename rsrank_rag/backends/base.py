@@ -42,6 +42,8 @@ class LanguageModel(ABC):
         fusion_layer: The first layer in which queries see documents. Above 0, documents run up to
             there only: what enters that layer gives the keys and values of all layers above.
         similarity_window: Positions of a similarity window; None for the whole document only.
+        attention_window: Below the fusion layer, a document's token attends to the first token and
+            to tokens at most half of so many positions away; None for all.
         documents_in_int8: Whether documents run in 8 bits.
         identity: What prefixes depend on, besides files, template and layers.
     """
@@ -56,6 +58,7 @@ class LanguageModel(ABC):
     last_layer: int
     fusion_layer: int
     similarity_window: int | None = None
+    attention_window: int | None = None
     documents_in_int8 = False
     identity: dict[str, object]
 

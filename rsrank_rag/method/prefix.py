@@ -7,6 +7,8 @@ size.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
 from typing_extensions import Self
 
 from .arrays import Array, cast, namespace
@@ -54,6 +56,24 @@ def pooled(hidden: Array, lengths: Sequence[int], window: int | None = None) -> 
     vectors = cast(xp.concatenate(vectors, 1), "float32")
     counts = [len(similarity_windows(length, window)) for length in lengths]
     return [row[:count] for row, count in zip(vectors, counts, strict=True)]
+
+
+def attention_band(tokens: int, keys: int, window: int) -> NDArray[np.bool_]:
+    """Which keys the tokens of a document attend to, (tokens, keys): near ones, and the first one.
+
+    Args:
+        tokens: Tokens of the longest document.
+        keys: Keys, at least as many as tokens.
+        window: `LanguageModel.attention_window`. Keys at most half of so many positions away are
+            near.
+
+    >>> attention_band(4, 4, 2).astype(int).tolist()
+    [[1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1], [1, 0, 1, 1]]
+    """
+    places = np.arange(keys)
+    near = np.abs(places[:tokens, None] - places) <= window // 2
+    seen: NDArray[np.bool_] = near | (places == 0)
+    return seen
 
 
 @dataclass(frozen=True)

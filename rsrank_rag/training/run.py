@@ -208,7 +208,14 @@ class TrainingRun:
         model = self._model
         config = model.config.model_dump(
             mode="json",
-            include={"backbone", "fusion_layer", "layers", "similarity_window", "template"},
+            include={
+                "attention_window",
+                "backbone",
+                "fusion_layer",
+                "layers",
+                "similarity_window",
+                "template",
+            },
             exclude={"backbone": {"values"}},
         )
         queries = [query.model_dump(mode="json") for query in self.queries]

@@ -57,22 +57,23 @@ def template_of(kind):
 def fused(tiny_folder):
     """Function: architecture -> a tiny ranker with a fusion layer, head weights, and agreement.
 
-    It takes the size of similarity windows, too.
+    It takes the sizes of similarity windows and of the attention window, too.
     """
     made = {}
 
-    def load(kind, window=None):
-        if (kind, window) not in made:
+    def load(kind, window=None, attention=None):
+        if (kind, window, attention) not in made:
             ranker = RSRank.from_backbone(
                 tiny_folder(kind),
                 weighted(READ, kv_heads(kind), PROJECTION_DIM, HEAD_DIM),
                 template=template_of(kind),
                 fusion_layer=FUSION,
                 similarity_window=window,
+                attention_window=attention,
                 options=OPTIONS,
             )
-            made[kind, window] = unkept(ranker)
-        return made[kind, window]
+            made[kind, window, attention] = unkept(ranker)
+        return made[kind, window, attention]
 
     return load
 
@@ -86,6 +87,7 @@ class Reference:
             folder, attn_implementation="eager", dtype=torch.float32
         ).eval()
         self.fusion, self.read = ranker.config.fusion_layer, ranker.config.layers
+        self.half = (ranker.config.attention_window or 2 * MAX_LENGTH) // 2
         self.window = getattr(self.model.config, "sliding_window", None)
         self.kinds = getattr(self.model.config, "layer_types", ["full_attention"] * 99)
 
@@ -96,6 +98,9 @@ class Reference:
         sees[:first, first:] = False
         if layer < self.fusion:
             sees[first:, :first] = False
+            places = torch.arange(first)
+            near = (places[:, None] - places).abs() <= self.half
+            sees[:first, :first] &= near | (places == 0)
         if self.causal:
             sees &= torch.ones_like(sees).tril()
         if self.causal and self.kinds[layer] == "sliding_attention":
@@ -189,12 +194,13 @@ class Reference:
 
 
 @pytest.mark.parametrize(
-    ("kind", "window"), [*((kind, None) for kind in KINDS), ("bert", 8), ("qwen3", 8)]
+    ("kind", "sizes"),
+    [*((kind, ()) for kind in KINDS), ("bert", (8,)), ("qwen3", (8,)), ("bert", (8, 6))],
 )
 def test_scores_equal_plain_transformers_with_a_mask_for_each_layer(
-    kind, window, fused, tiny_folder
+    kind, sizes, fused, tiny_folder
 ):
-    ranker = fused(kind, window)
+    ranker = fused(kind, *sizes)
     reference = Reference(ranker, tiny_folder(kind))
     documents = [*DOCUMENTS, "A long one: " + " ".join(DOCUMENTS)]
     for query in QUERIES:
@@ -275,6 +281,11 @@ def test_only_layers_from_the_fusion_layer_on_and_windows_are_kept(window, fused
     assert ranker.stats()["device_bytes"] == tokens * kept + windows * pooled
 
 
+def test_an_attention_window_in_a_decoder_is_refused(fused):
+    with pytest.raises(BackboneError, match="attention_window is for encoders"):
+        fused("qwen3", None, 8)
+
+
 def test_a_query_runs_once_below_the_fusion_layer_in_each_batch_of_documents(fused):
     own, runs = fused("qwen3"), {0: [], LAYERS - 1: []}
     ranker = RSRank(
@@ -300,7 +311,9 @@ def test_a_query_runs_once_below_the_fusion_layer_in_each_batch_of_documents(fus
     assert sum(runs[LAYERS - 1]) == len(DOCUMENTS) + batches
 
 
-@pytest.mark.parametrize("change", [{"fusion_layer": 2}, {"similarity_window": 8}])
+@pytest.mark.parametrize(
+    "change", [{"fusion_layer": 2}, {"similarity_window": 8}, {"attention_window": 8}]
+)
 def test_entries_of_other_fusion_layers_or_windows_are_never_found(
     change, fused, tiny_folder, tmp_path
 ):
@@ -324,13 +337,20 @@ def test_entries_of_other_fusion_layers_or_windows_are_never_found(
 
 @pytest.mark.parametrize("include", [False, True])
 def test_everything_survives_saving(include, fused, tmp_path):
-    own = fused("bert", 8)
+    own = fused("bert", 8, 6)
     own.save_pretrained(tmp_path, include_backbone=include)
     load = {"runtime": "torch", "device": "cpu", "dtype": "float32"}
     again = RSRank.from_pretrained(tmp_path, cache_size=0, **load)
-    assert (again.config.fusion_layer, again.config.similarity_window) == (FUSION, 8)
+    config = again.config
+    assert (config.fusion_layer, config.similarity_window, config.attention_window) == (
+        FUSION,
+        8,
+        6,
+    )
     assert again.score(QUERY, DOCUMENTS) == own.score(QUERY, DOCUMENTS)
-    assert "from layer 1 on" in (tmp_path / "README.md").read_text(encoding="utf-8")
+    card = (tmp_path / "README.md").read_text(encoding="utf-8")
+    assert "from layer 1 on" in card
+    assert "Attention window: 6 positions" in card
     again.save_pretrained(tmp_path / "second")
     assert (tmp_path / "second" / hub.PROJECTION).read_bytes() == (
         tmp_path / hub.PROJECTION

@@ -276,7 +276,7 @@ def test_a_run_that_was_killed_ends_where_an_unbroken_one_does(trainer, tmp_path
 @pytest.mark.slow
 def test_what_is_exported_scores_as_the_recipe_does(recipe, tmp_path):
     texts = recipe.texts.Texts(ARTIFACT / "backbone" / "tokenizer.json")
-    model = recipe.model.from_artifact(ARTIFACT, 24).eval()
+    model = recipe.model.from_artifact(ARTIFACT, 24, 16).eval()
     rule = Rule(threshold=0.25, max_gap=1.5, fallback=Fallback(0.5, 3.0))
     recipe.choose.export(model, 0.5, rule, tmp_path / "chosen", {"data": ["notes"]})
     recipe.choose.reference(model, texts, tmp_path / "chosen")
@@ -287,7 +287,7 @@ def test_what_is_exported_scores_as_the_recipe_does(recipe, tmp_path):
     ranker = RSRank.from_pretrained(tmp_path / "artifact", device="cpu", dtype="float32")
     assert ranker.config.training.data == ("notes",)
     assert ranker.native_rule == Rule(threshold=0.0, max_gap=1.5, fallback=Fallback(0.5, 3.0))
-    assert ranker.config.similarity_window == 24
+    assert (ranker.config.similarity_window, ranker.config.attention_window) == (24, 32)
 
 
 def test_keywords_keep_the_content_words(recipe):

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import DOCUMENTS, QUERIES, copy_with_windows
+from conftest import DOCUMENTS, QUERIES, copy_with
 from measures import f1_at
 from scipy.optimize import minimize
 from training_helpers import labelled, run, scorings, written
@@ -75,7 +75,7 @@ def test_stored_features_score_like_the_artifact_agreement_and_weighed_heads_inc
     window, fused, tmp_path
 ):
     if window is not None:
-        fused = copy_with_windows(fused, tmp_path / "artifact", window)
+        fused = copy_with(fused, tmp_path / "artifact", similarity_window=window)
     ranker = RSRank.from_pretrained(fused, runtime="torch", device="cpu", dtype="float32")
     reader = ShiftReader(ranker.backbone, ranker.prompts, ranker.config.layers)
     extractor = FeatureExtractor(reader, FeaturePart())

@@ -203,9 +203,9 @@ class Encoder(Graph):
         shape = self.constant([0, 0, self.heads, self.head_dim])
         return self.add("Transpose", self.add("Reshape", numbers, shape), perm=[0, 2, 1, 3])
 
-    def attend(self, query: str, key: str, value: str) -> str:
+    def attend(self, query: str, key: str, value: str, bias: str) -> str:
         """Attention of texts that see themselves, (N, S, C); the input ``lengths`` ends each."""
-        inputs = (query, key, value, "", "lengths")
+        inputs = (query, key, value, "", "lengths", bias)
         return self.add("MultiHeadAttention", *inputs, num_heads=self.heads)
 
     def attend_prefix(self, prefix: Sequence[str], query: str, key: str, value: str) -> str:
@@ -249,14 +249,16 @@ class Encoder(Graph):
                 names.append(f"encoder.layer.{layer}.attention.self.{part}")
         return self.linear(numbers, names)
 
-    def alone(self, fusion: int, last: int) -> Self:
+    def alone(self, fusion: int, last: int, *, biased: bool = False) -> Self:
         """Make this the graph of texts that see themselves only.
 
-        Inputs: ``embedded`` tokens (N, S, C), and ``lengths`` (N,). Outputs: what enters the fusion
-        layer (N, S, C); then keys and values (N, H, S, D) of each layer from there to the one
-        before ``last``. What enters linear maps can be asked for by name, for the calibration run.
+        Inputs: ``embedded`` tokens (N, S, C), ``lengths`` (N,), and with ``biased`` the ``bias``
+        that is added to attention (1, 1, S, S). Outputs: what enters the fusion layer (N, S, C);
+        then keys and values (N, H, S, D) of each layer from there to the one before ``last``. What
+        enters linear maps can be asked for by name, for the calibration run.
         """
         self.input("lengths", "int32")
+        bias = self.input("bias") if biased else ""
         entering = numbers = self.norm(self.input("embedded"), "embeddings.LayerNorm")
         states: list[str] = []
         for layer in range(fusion or last):
@@ -265,7 +267,7 @@ class Encoder(Graph):
                 states += [key, value]
             # Without a fusion layer, the last of these layers is run for its keys and values.
             if fusion or layer < last - 1:
-                numbers = self.finish(numbers, self.attend(query, key, value), layer)
+                numbers = self.finish(numbers, self.attend(query, key, value, bias), layer)
         if fusion:
             entering = numbers
             states = self.attention_maps(entering, range(fusion, last), first=1)

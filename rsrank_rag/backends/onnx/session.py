@@ -21,7 +21,7 @@ from safetensors.numpy import load_file
 
 from ...errors import ArtifactError, BackboneError, MissingDependencyError, pip_install
 from ...method.batches import Ids
-from ...method.prefix import Prefix, Prefixes, Show, pooled
+from ...method.prefix import Prefix, Prefixes, Show, attention_band, pooled
 from ..base import LanguageModel
 from ..options import ENCODER_FILES
 from ..sample import sample_of, trial_ids
@@ -123,6 +123,7 @@ class OnnxBackbone(LanguageModel):
         last_layer: The last layer whose value vectors are read.
         fusion_layer: The first layer in which queries see documents.
         similarity_window: As in `LanguageModel`.
+        attention_window: As in `LanguageModel`.
         calibration: Texts that fix the scales of documents in int8; none for float32.
 
     Attributes:
@@ -140,12 +141,14 @@ class OnnxBackbone(LanguageModel):
         last_layer: int,
         fusion_layer: int,
         similarity_window: int | None = None,
+        attention_window: int | None = None,
         calibration: Sequence[Ids] = (),
     ) -> None:
         self.folder = folder
         self.last_layer = last_layer
         self.fusion_layer = fusion_layer
         self.similarity_window = similarity_window
+        self.attention_window = attention_window
         self.config = config
         self.name = f"{config['model_type']} ({folder})"
         self.num_heads = config["num_attention_heads"]
@@ -184,17 +187,28 @@ class OnnxBackbone(LanguageModel):
         self.query_values([trial_ids(len(self._words))], nothing, read.__setitem__)
         return sample_of(read[self.last_layer][0])
 
-    def _feeds(self, texts: Sequence[Ids]) -> dict[str, Numbers]:
-        """Embedded tokens of texts, (N, S, C), with padding, and the texts' lengths."""
+    def _feeds(self, texts: Sequence[Ids], window: int | None = None) -> dict[str, Numbers]:
+        """What `Encoder.alone` reads: embedded tokens with padding, lengths, and the bias.
+
+        Tokens attend to a window of positions (`attention_band`), or to all of their text.
+        """
         lengths = np.array(list(map(len, texts)), np.int32)
         ids = np.zeros((len(texts), int(lengths.max())), np.int64)
         for row, text in zip(ids, texts, strict=True):
             row[: len(text)] = text
         embedded = self._words[ids].astype(np.float32) + self._places[: ids.shape[1]]
-        return {"embedded": embedded, "lengths": lengths}
+        feeds = {"embedded": embedded, "lengths": lengths}
+        if self.attention_window is not None:
+            longest = ids.shape[1]
+            seen = np.ones((longest, longest), bool)
+            if window is not None:
+                seen = attention_band(longest, longest, window)
+            feeds["bias"] = np.where(seen, ZERO, HIDDEN)[None, None]
+        return feeds
 
     def _alone(self, encoder: Encoder) -> Session:
-        return Session(encoder.alone(self.fusion_layer, self.last_layer))
+        biased = self.attention_window is not None
+        return Session(encoder.alone(self.fusion_layer, self.last_layer, biased=biased))
 
     def _calibrated(self, texts: Session, encoder: Encoder) -> Parameters:
         """Parameters of all linear maps, from a run of the calibration texts in float32."""
@@ -237,7 +251,7 @@ class OnnxBackbone(LanguageModel):
         return Prefixes.join([*prefixes, *extra_rows], 0)
 
     def _run_alone(self, session: Session, texts: Sequence[Ids]) -> Prefixes:
-        feeds = self._feeds(texts)
+        feeds = self._feeds(texts, self.attention_window)
         entering, *states = session.run(feeds)
         lengths = feeds["lengths"].tolist()
         vectors = list(np.empty((len(texts), 0), np.float32))

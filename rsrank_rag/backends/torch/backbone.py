@@ -25,7 +25,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ...errors import BackboneError
 from ...method.batches import Ids
-from ...method.prefix import Prefix, Prefixes, Show, padded_length, pooled
+from ...method.prefix import Prefix, Prefixes, Show, attention_band, padded_length, pooled
 from ..base import LanguageModel
 from .probe import Entrance, Probe, Reader, Recorder, StopForward
 
@@ -57,6 +57,7 @@ class Backbone(LanguageModel):
         fusion_layer: Above 0, the model's runs must be able to end or begin there, see
             `backends.torch.fusion`.
         similarity_window: As in `LanguageModel`.
+        attention_window: As in `LanguageModel`.
         causal: Whether tokens see only earlier ones (a decoder).
         num_heads: H.
         head_dim: D.
@@ -72,6 +73,7 @@ class Backbone(LanguageModel):
     num_layers: int
     fusion_layer: int = 0
     similarity_window: int | None = None
+    attention_window: int | None = None
     causal: bool = True
     num_heads: int = 1
     head_dim: int = 1
@@ -148,7 +150,12 @@ class Backbone(LanguageModel):
         if not self.causal:
             key_count = padded_length(longest) if pads_keys else longest
             keys = torch.arange(key_count, device=self.device)
-            mask = self.mask((keys < self._column(lengths))[:, None].expand(-1, longest, -1))
+            seen = (keys < self._column(lengths))[:, None].expand(-1, longest, -1)
+            # Queries, whose cache is an `Entrance`, attend to all of their tokens.
+            if kind is Recorder and self.attention_window is not None:
+                near = attention_band(longest, key_count, self.attention_window)
+                seen = seen & torch.from_numpy(near).to(self.device)
+            mask = self.mask(seen)
         recorder = kind(
             self.last_layer - 1,
             lengths,
