@@ -37,10 +37,8 @@ from typing import Any
 import httpx
 import torch
 
-from rsrank_rag import RSRank
-
 from .timing import machine
-from .workload import Plain, by_hooks, load, passages, question
+from .workload import Plain, by_hooks, load, on_torch, passages, question
 
 TOLERANCE = {"int8": 0.5, "float32": 0.001, "bfloat16": 0.2}
 """Largest difference from the plain float32 score.
@@ -315,7 +313,7 @@ def cross_encoder() -> Iterator[str]:
     """A cross-encoder of mini's size with random weights, as a model name for `rsrank serve`."""
     from transformers import AutoModelForSequenceClassification
 
-    ranker = RSRank.from_pretrained("mini", runtime="torch", cache_size=0)
+    ranker = on_torch()
     base = ranker.backbone.model.config
     config = type(base).from_dict(
         {**base.to_dict(), "id2label": {0: "relevant"}, "label2id": {"relevant": 0}}

@@ -25,10 +25,9 @@ BUSY = "import torch; torch.set_num_threads(1); a = torch.randn(512, 512)\nwhile
 CLIENT = """
 import json, sys, time
 import torch
-from rsrank_rag import RSRank
-from benchmarks.workload import QUERY, passages
+from benchmarks.workload import QUERY, on_torch, passages
 if {threads}: torch.set_num_threads({threads})
-ranker = RSRank.from_pretrained("mini", runtime="torch", cache_size=0)
+ranker = on_torch()
 documents = passages({documents}, {words})
 ranker.score(QUERY, documents)
 print("ready", flush=True)

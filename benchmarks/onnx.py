@@ -23,7 +23,10 @@ import numpy as np
 CHILD = """
 import json, random, resource, sys, time
 from rsrank_rag import RSRank
-ranker = RSRank.from_pretrained(runtime={runtime!r}, device="cpu", dtype={dtype!r})
+from rsrank_rag.artifact.loading import open_artifact
+from rsrank_rag.backends.options import ModelSource
+source = ModelSource(device="cpu", dtype={dtype!r})
+ranker = RSRank(*open_artifact(source, on_onnx={on_onnx}))
 words = "bees dance flowers angle hive tower clock river train bread salt music sun moon".split()
 query = "How do honeybees tell each other where the flowers are?"
 
@@ -53,7 +56,7 @@ class Child:
 
     def __init__(self, runtime: str, options: argparse.Namespace) -> None:
         code = CHILD.format(
-            runtime=runtime,
+            on_onnx=runtime == "onnx",
             dtype=options.dtype,
             words=tuple(options.words),
             documents=options.documents,

@@ -134,18 +134,18 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     from rsrank_rag import RSRank
 
     from .timing import System, machine, matmul_ceiling, measure
-    from .workload import QUERY, passages
+    from .workload import QUERY, on_torch, passages
 
     torch.set_num_threads(options.threads)
     documents, threads = passages(options.documents, options.words), options.threads
     ranker, exact = (
-        RSRank.from_pretrained("mini", runtime="onnx", dtype=dtype, cache_size=4 * 10**9)
+        RSRank.from_pretrained("mini", dtype=dtype, cache_size=4 * 10**9)
         for dtype in ("int8", "float32")
     )
-    on_torch = RSRank.from_pretrained("mini", runtime="torch", dtype="float32", cache_size=0)
-    tokenizer: Any = on_torch.prompts.tokenizer
+    plain = on_torch(dtype="float32")
+    tokenizer: Any = plain.prompts.tokenizer
     (counted,) = measure(
-        [System("on torch", lambda: on_torch.score(QUERY, documents))], turns=0, memory=False
+        [System("on torch", lambda: plain.score(QUERY, documents))], turns=0, memory=False
     )
     store = ranker.cache.tiers
     ranker.score(QUERY, documents)

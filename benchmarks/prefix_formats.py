@@ -16,12 +16,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rsrank_rag import RSRank
 from rsrank_rag.backends.torch.backbone import Backbone
 from rsrank_rag.evaluation.datasets import read_labelled
 from rsrank_rag.method.prefix import Prefix, Prefixes
 from rsrank_rag.method.scoring import Row
 from rsrank_rag.prefixes.cache import PackedPrefix
+
+from .workload import on_torch
 
 CPU = torch.device("cpu")
 
@@ -77,9 +78,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, nargs="+", required=True)
     parser.add_argument("--limit", type=int, default=20, help="queries of each file")
     options = parser.parse_args()
-    ranker = RSRank.from_pretrained(
-        options.model, runtime="torch", device="cpu", dtype="float32", cache_size=0
-    )
+    ranker = on_torch(options.model, device="cpu", dtype="float32")
     queries = [query for path in options.data for query in read_labelled(path)[: options.limit]]
 
     def scores() -> Tensor:

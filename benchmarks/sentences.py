@@ -76,13 +76,18 @@ Kept = list[list[Span]]
 
 
 def by_rsrank(ranker: RSRank, **options: Any) -> Callable[[str, list[Paragraph]], Kept]:
-    """RSRank, whole paragraphs or sentences."""
+    """RSRank, whole paragraphs, or sentences, which are scored without the title."""
 
     def keep(query: str, given: list[Paragraph]) -> Kept:
         kept: Kept = [[] for _ in given]
-        for document in ranker.rank(query, [one.text for one in given], **options).kept:
-            whole = [(len(given[document.index].title), len(document.text))]
-            kept[document.index] = [(one.start, one.end) for one in document.excerpts] or whole
+        texts = [one.text for one in given]
+        if "extract" in options:
+            texts = [one.text[len(one.title) :] for one in given]
+        for document in ranker.rank(query, texts, **options).kept:
+            paragraph = given[document.index]
+            title = len(paragraph.title)
+            spans = [(title + one.start, title + one.end) for one in document.excerpts]
+            kept[document.index] = spans or [(title, len(paragraph.text))]
         return kept
 
     return keep
@@ -90,10 +95,9 @@ def by_rsrank(ranker: RSRank, **options: Any) -> Callable[[str, list[Paragraph]]
 
 def sentences_of(paragraph: Paragraph) -> dict[str, Span]:
     """Sentences of a paragraph by their text, without its title."""
-    return {
-        paragraph.text[slice(*span)]: span
-        for span in sentences(paragraph.text, len(paragraph.title))
-    }
+    title = len(paragraph.title)
+    text = paragraph.text[title:]
+    return {text[start:stop]: (title + start, title + stop) for start, stop in sentences(text)}
 
 
 def by_llama_index(model: Any) -> Callable[[str, list[Paragraph]], Kept]:
@@ -175,10 +179,8 @@ def measure_sentences(ranker: RSRank, files: list[Path], queries: int) -> list[d
     systems: dict[str, Callable[[str, list[Paragraph]], Kept]] = {
         "everything": lambda query, given: [[(len(one.title), len(one.text))] for one in given],
         "RSRank, whole paragraphs": by_rsrank(ranker),
-        "RSRank, sentences": by_rsrank(ranker, extract="sentences", heading=True),
-        "RSRank, sentences, context=1": by_rsrank(
-            ranker, extract="sentences", heading=True, context=1
-        ),
+        "RSRank, sentences": by_rsrank(ranker, extract="sentences"),
+        "RSRank, sentences, context=1": by_rsrank(ranker, extract="sentences", context=1),
         "LlamaIndex SentenceEmbeddingOptimizer, half": by_llama_index(model),
         **{
             f"LangChain EmbeddingsFilter, {cutoff}": by_langchain(model, cutoff)

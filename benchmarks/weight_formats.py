@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from rsrank_rag import RSRank
+from rsrank_rag.artifact.loading import open_artifact
+from rsrank_rag.backends.options import ModelSource
 from rsrank_rag.evaluation.datasets import read_labelled
 from rsrank_rag.evaluation.evaluate import score_dataset, summarise
 from rsrank_rag.ranking.rule import Rule
@@ -43,7 +45,7 @@ FORMS: dict[str, tuple[dict[str, Any], Any]] = {
     "bfloat16": ({}, bfloat16_weights),
     "all in bfloat16": ({"dtype": "bfloat16"}, None),
     "documents in int8": ({"dtype": "int8"}, None),
-    "int8": ({"load_in_8bit": True}, None),
+    "int8": ({"dtype": "int8", "device": "cpu:0"}, None),
     "nf4": ({}, nf4_weights),
 }
 """How the model is loaded, and what is done to it then."""
@@ -66,10 +68,10 @@ def main() -> None:
         """Scores, and nDCG@5 and F1 at zero as means over the files."""
         loading = {"device": "cpu", "dtype": "float32", "cache_size": 0, **how}
         loading["backbone"] = options.backbone
-        if loading["dtype"] == "float32":
-            # Weights are changed in torch's model.
-            loading["runtime"] = "torch"
-        ranker = RSRank.from_pretrained(options.model, **loading)
+        source = ModelSource(name=options.model, **loading)
+        # Weights are changed in torch's model.
+        on_onnx = False if source.dtype == "float32" else None
+        ranker = RSRank(*open_artifact(source, on_onnx), cache_size=0)
         if change is not None:
             change(ranker)
         found = {name: score_dataset(ranker, queries) for name, queries in sets.items()}

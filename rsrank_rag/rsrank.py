@@ -2,38 +2,42 @@
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from time import monotonic
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
-from tqdm.auto import tqdm
-from typing_extensions import Self
+from pydantic import ValidationError
+from typing_extensions import Self, Unpack
 
-from .artifact.config import RSRankConfig
+from .artifact.config import RSRankConfig, TrainingRecord
 from .artifact.identity import prefix_identity
-from .artifact.pretrained import Pretrained
-from .errors import InputError, check_count, check_text, finite, too_large
-from .method.arrays import to_numpy
+from .artifact.loading import Parts, new_artifact, open_artifact
+from .artifact.saving import PushOptions, push_artifact, save_artifact
+from .backends.options import LoadArguments, LoadOptions, ModelSource
+from .errors import (
+    InputError,
+    check_count,
+    check_names,
+    check_text,
+    finite,
+    problems_of,
+    too_large,
+)
 from .method.batches import (
-    Batches,
     DoesNotFitError,
     Ids,
-    device_kind,
     is_out_of_memory,
     token_budget_for,
 )
 from .method.formula import similarity_windows
-from .method.prefix import padded_length
-from .method.scoring import Row, ShiftReader, score_rows
-from .method.template import PromptTokenizer, TokenisedDocument, TokenisedQuery
-from .prefixes.cache import CachedPrefixes, PrefixTiers, check_room
-from .prefixes.settings import cache_settings
+from .method.scoring import Row, RowTerms, ShiftReader, row_terms, score_in_batches
+from .method.template import PromptTokenizer, Template, TokenisedDocument, TokenisedQuery
+from .prefixes.cache import CachedPrefixes, PrefixTiers
+from .prefixes.settings import CacheSettings
 from .ranking.explanation import Explanation
-from .reading.parts import Span, stripped
 from .reranker import (
     BLANK_SCORE,
     Pair,
@@ -52,48 +56,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# As `SIMILAR_LENGTH`, for documents with a cached prefix: their padding costs attention only.
-CACHED_SIMILAR_LENGTH = 0.4
-
-# The cached prefixes of one batch have at most so many bytes. On a CPU, glibc takes blocks of more
-# than 32 MB from the system anew for each batch, and some batches then take three times as long.
-JOINED_BYTES = {"cpu": 25_000_000, "cuda": 4_000_000_000, "mps": 1_000_000_000}
-
-# The cached prefixes of one batch have at most so many times the tokens of the token budget. It is
-# more than once, because only the queries of these rows run.
-CACHED_BUDGETS = 8
-
 # A token of a query attends to so many tokens in the time in which the model runs one token.
 # Measured with `mini` on a CPU, with queries of 10 to 500 tokens: 150 to 300.
 ATTENDED_PER_TOKEN = 192
 
-# A call that takes longer is reported in the log.
-SLOW_SECONDS = 10
 
-
-class _Progress:
-    """Logs once that a call takes long."""
-
-    def __init__(self, texts: int) -> None:
-        self.texts = texts
-        self.scored = 0
-        self.log_at = monotonic() + SLOW_SECONDS
-
-    def log(self) -> None:
-        """Write the line if it is time. Calls come here before each batch."""
-        if monotonic() < self.log_at:
-            return
-        self.log_at = math.inf
-        logger.warning(
-            "%d of %d texts are scored after %d seconds. Fewer or shorter documents take less "
-            "time, and so do long_documents='cut' and a smaller max_characters.",
-            self.scored,
-            self.texts,
-            SLOW_SECONDS,
-        )
-
-
-class RSRank(Pretrained, Reranker):
+class RSRank(Reranker):
     """Scores a document by the shift of the query's value vectors (arXiv 2606.17468).
 
     Make one with `from_pretrained`. Calls from several threads are safe.
@@ -103,10 +71,10 @@ class RSRank(Pretrained, Reranker):
         prompts: Its tokenizer with the artifact's template.
         projection: B and its optional weights.
         config: The artifact's config.
-        token_budget: As in `from_pretrained`.
-        cache_size: As in `from_pretrained`.
-        cache_folder: As in `from_pretrained`.
-        deterministic: As in `from_pretrained`.
+        token_budget: As in `ModelSource`.
+        cache_size: As in `ModelSource`.
+        cache_folder: As in `ModelSource`.
+        deterministic: As in `ModelSource`.
 
     Raises:
         InputError: An argument is out of range.
@@ -138,7 +106,9 @@ class RSRank(Pretrained, Reranker):
         self.max_gap = config.max_gap
         self.fallback = config.fallback
         self.labelled_data = config.training.data
-        settings = cache_settings(cache_size, cache_folder)
+        settings = CacheSettings.model_validate(
+            {"cache_size": cache_size, "cache_folder": cache_folder}
+        )
         tiers = PrefixTiers.of(settings, device=backbone.device, dtype=backbone.dtype)
         # Only a folder can hold prefixes of other models. Without one, the weights are not hashed.
         identity = prefix_identity(backbone, config) if tiers.disk is not None else {}
@@ -148,6 +118,139 @@ class RSRank(Pretrained, Reranker):
         if deterministic:
             # One row a batch: no number depends on the other rows.
             self.token_budget = 1
+
+    @classmethod
+    def from_pretrained(cls, name: str | Path = "mini", **options: Unpack[LoadArguments]) -> Self:
+        """Load an artifact and the language model it belongs to.
+
+        Args:
+            name: Name of an artifact that ships with the package, such as ``"mini"``, a local
+                folder, or a Hub id.
+            **options: The fields of `ModelSource`, all of them optional: ``revision``,
+                ``backbone``, ``device``, ``dtype``, ``max_length``, ``token_budget``,
+                ``cache_size``, ``cache_folder``, ``deterministic``, ``local_files_only``,
+                ``token`` and ``cache_dir``.
+
+        Raises:
+            InputError: An argument is out of range, or arguments exclude each other.
+            TypeError: There is no such argument.
+            ArtifactError: The artifact is missing, damaged, or belongs to another model.
+            BackboneError: The language model cannot be loaded or read.
+            MissingDependencyError: Quantised weights need bitsandbytes, or the language model
+                needs torch, which is not installed.
+        """
+        check_names("from_pretrained", options, LoadArguments.__annotations__)
+        # Pydantic checks and converts them.
+        arguments: dict[str, Any] = {"name": name, **options}
+        source = ModelSource(**arguments)
+        ranker = cls(
+            *open_artifact(source),
+            token_budget=source.token_budget,
+            cache_size=source.cache_size,
+            cache_folder=source.cache_folder,
+            deterministic=source.deterministic,
+        )
+        ranker.name = source.name
+        return ranker
+
+    @classmethod
+    def from_backbone(
+        cls,
+        name: str | Path,
+        projection: "Projection",
+        *,
+        template: Template | None = None,
+        fusion_layer: int = 0,
+        similarity_window: int | None = None,
+        attention_window: int | None = None,
+        revision: str | None = None,
+        options: LoadOptions | None = None,
+        training: TrainingRecord | None = None,
+        license: str | None = None,
+    ) -> Self:
+        """Join a language model and a B into a new artifact.
+
+        Args:
+            name: Local folder or Hub id of the language model.
+            projection: B and its optional weights.
+            template: Text around document and query.
+            fusion_layer: The first layer in which queries see documents. B reads layers above it.
+                Below it, a query's tokens see only ``query_start + query + suffix``. Documents run
+                up to this layer only: this layer and all above it see the states that enter it.
+            similarity_window: Positions of a similarity window; None for the whole document only.
+            attention_window: Below the fusion layer, a document's token attends to the first token
+                and to tokens at most half of so many positions away; None for all. Encoders only.
+            revision: The language model's revision on the Hub, recorded in the artifact.
+            options: How to load the language model.
+            training: The data and settings B was trained with, recorded in the artifact.
+            license: SPDX-like identifier for the model card, such as ``"apache-2.0"``.
+
+        Raises:
+            BackboneError: The language model cannot be loaded or read.
+            ArtifactError: B's shape does not fit it.
+        """
+        parts = new_artifact(
+            str(name),
+            projection,
+            revision=revision,
+            options=options,
+            template=template,
+            fusion_layer=fusion_layer,
+            similarity_window=similarity_window,
+            attention_window=attention_window,
+            training=training or TrainingRecord(),
+            license=license,
+        )
+        return cls(*parts)
+
+    def save_pretrained(self, folder: str | Path, *, include_backbone: bool = False) -> None:
+        """Write the artifact completely or not at all: config, B and a model card.
+
+        Args:
+            folder: Where to. The folder is made if it does not exist. Its other files stay.
+            include_backbone: Save the language model and its tokenizer, too: with torch without the
+                layers after the last one that B reads, with ONNX Runtime as they are. An artifact
+                that contains its language model is always saved with the language model.
+
+        Raises:
+            InputError: ``threshold`` was set to something else than a finite number, or
+                ``max_gap`` or ``fallback`` to something that a config cannot hold.
+            OSError: The folder cannot be written.
+        """
+        save_artifact(Path(folder), self._parts(), include_backbone)
+
+    def push_to_hub(
+        self, repo_id: str, *, include_backbone: bool = False, **options: Unpack[PushOptions]
+    ) -> str:
+        """Publish the artifact on the Hugging Face Hub; gives the commit's address.
+
+        Args:
+            repo_id: ``owner/name``. The repository is made if it does not exist.
+            include_backbone: As in `save_pretrained`.
+            **options: See `PushOptions`.
+
+        Raises:
+            ArtifactError: The Hub refused, or the language model is a local folder.
+        """
+        check_names("push_to_hub", options, PushOptions.__annotations__)
+        return push_artifact(self._parts(), repo_id, include_backbone, options)
+
+    def _parts(self) -> Parts:
+        """The parts to save, with the rule that is set.
+
+        Raises:
+            InputError: A config cannot hold the rule.
+        """
+        rule = {
+            "threshold": self.threshold,
+            "max_gap": self.max_gap,
+            "fallback": self.fallback,
+        }
+        try:
+            config = RSRankConfig.model_validate({**self.config.model_dump(), **rule})
+        except ValidationError as error:
+            raise InputError(f"{problems_of(error)}.") from None
+        return Parts(self.backbone, self.prompts, self.projection, config)
 
     def __repr__(self) -> str:
         dtype = str(self.backbone.dtype)
@@ -212,13 +315,13 @@ class RSRank(Pretrained, Reranker):
         self.prompts.words.check("queries", [row.query.ids for row in rows[:1]])
         self.prompts.words.check("documents", [row.document for row in rows])
         scores = [BLANK_SCORE] * len(tokenised)
-        progress = _Progress(len(places))
         try:
-            with self.backbone.inference():
-                for batches in self._batches(rows):
-                    self._run(batches, places, scores, progress)
+            by_row = score_in_batches(self.reader, self.projection, rows, self.token_budget)
         except DoesNotFitError as error:
             raise too_large(len(error.ids.document), places[error.ids][0]) from None
+        for row, score in by_row.items():
+            for place in places[row]:
+                scores[place] = finite(score, place)
         return [
             Scored(score, document.truncated, len(query.ids) + len(document.ids))
             for score, (query, document) in zip(scores, tokenised, strict=True)
@@ -260,42 +363,6 @@ class RSRank(Pretrained, Reranker):
                 tokenised[place] = (query, document)
         return [tokenised[place] for place in range(len(pairs))]
 
-    def _batches(self, rows: Sequence[Row]) -> Iterator[Batches[Row]]:
-        """Batches of rows whose queries have about the same length.
-
-        Documents with a cached prefix have batches of their own: only their queries run, so that
-        more of them fit into a batch. Of queries of one length, these batches come first, because
-        new documents may replace the cached prefixes.
-        """
-        kind = device_kind(self.backbone.device)
-        joined = JOINED_BYTES.get(kind, JOINED_BYTES["cpu"])
-        joined //= max(1, self.backbone.bytes_per_token)
-        cached_budget = max(self.token_budget, min(joined, CACHED_BUDGETS * self.token_budget))
-        groups: dict[int, tuple[list[Row], list[Row]]] = {}
-        for row in rows:
-            new, cached = groups.setdefault(padded_length(len(row.query.ids)), ([], []))
-            (cached if row.key in self.cache.tiers else new).append(row)
-        for slots, (new, cached) in groups.items():
-            yield Batches(cached, cached_budget, extra=slots, similar=CACHED_SIMILAR_LENGTH)
-            yield Batches(new, self.token_budget, extra=slots)
-
-    def _run(
-        self,
-        batches: Batches[Row],
-        places: dict[Row, list[int]],
-        scores: list[float],
-        progress: "_Progress",
-    ) -> None:
-        """Score rows, and write each score to its row's places."""
-        for batch in batches:
-            progress.log()
-            with batches.attempt():
-                batch_scores, _, _ = score_rows(self.reader, self.projection, batch)
-                for row, score in zip(batch, batch_scores.tolist(), strict=True):
-                    for place in places[row]:
-                        scores[place] = finite(score, place)
-                progress.scored += len(batch)
-
     def explain(self, query: str, document: str, max_tokens: int | None = None) -> Explanation:
         """Take a score apart, exactly, per query token, layer and head.
 
@@ -309,50 +376,35 @@ class RSRank(Pretrained, Reranker):
             ScoringError: As `score`.
         """
         tokens, prompt = self._tokenise(as_pairs([Pair(query, document, max_tokens)]))[0]
-        score = BLANK_SCORE
-        layers = self.projection.layers
-        terms = np.zeros((tokens.length, len(layers), self.backbone.num_heads))
-        similarity = np.zeros(1 + tokens.length)
+        shape = (tokens.length, len(self.projection.layers), self.backbone.num_heads)
+        terms = RowTerms(BLANK_SCORE, np.zeros(shape), np.zeros(1 + tokens.length))
         window = None
         if not prompt.empty:
-            row = Row(prompt.ids, tokens)
             try:
-                with self.backbone.inference():
-                    parts = score_rows(self.reader, self.projection, [row])
-                score = finite(float(parts[0][0]), 0)
-                terms = to_numpy(parts[1][0]).transpose(2, 0, 1)
-                windows = to_numpy(parts[2][0])
-                best = int(windows.sum(-1).argmax())
-                similarity = windows[best]
-                if best:
-                    window = self._characters(document, prompt, best)
+                terms = row_terms(self.reader, self.projection, Row(prompt.ids, tokens))
             except (MemoryError, RuntimeError) as error:
                 if not is_out_of_memory(error):
                     raise
                 raise too_large(len(prompt.ids), 0) from None
+            if terms.window:
+                length = len(prompt.ids)
+                windows = similarity_windows(length, self.config.similarity_window)
+                window = self.prompts.span_of(document, length, *windows[terms.window])
+        by_token = terms.shift.tolist()
+        matches = terms.similarity[1:].tolist()
         return Explanation(
             query=query,
             document=document,
-            score=score,
+            score=finite(terms.score, 0),
             truncated=prompt.truncated,
             tokens=tuple(self.prompts.text_of(tokens.ids[tokens.scored])),
-            layers=layers,
-            parts=tuple(tuple(row) for row in terms.sum(-1).tolist()),
-            head_parts=tuple(tuple(tuple(heads) for heads in row) for row in terms.tolist()),
-            agreement=float(similarity.sum()),
-            matches=tuple(similarity[1:].tolist()) if similarity[1:].any() else (),
+            layers=self.projection.layers,
+            parts=tuple(tuple(map(math.fsum, layers)) for layers in by_token),
+            head_parts=tuple(tuple(map(tuple, layers)) for layers in by_token),
+            similarity=float(terms.similarity.sum()),
+            matches=tuple(matches) if any(matches) else (),
             similarity_window=window,
         )
-
-    def _characters(self, document: str, prompt: TokenisedDocument, number: int) -> Span:
-        """Start and end of a similarity window, without the template, in characters."""
-        length = len(prompt.ids)
-        start, stop = similarity_windows(length, self.config.similarity_window)[number]
-        token_ends, _ = self.prompts.token_ends(document)
-        # How far the document has been read before each position.
-        ends = [0] * (len(self.prompts.instruction) + 1)
-        ends += token_ends[: length - self.prompts.overhead]
-        return stripped(document, ends[: start + 1][-1], ends[: stop + 1][-1])
 
     def with_salt(self, salt: str) -> Self:
         """See `Reranker.with_salt`. The ranker shares the model and B."""
@@ -374,29 +426,17 @@ class RSRank(Pretrained, Reranker):
                 the folder may hold, or an entry is not text.
             ScoringError: A document does not fit into memory even alone.
         """
-        disk = self.cache.tiers.disk
-        if disk is None:
-            raise InputError(
-                "There is no folder for prefixes. Load the model with cache_folder=FOLDER."
-            )
         # Token ids, with their first position.
         positions: dict[Ids, int] = {}
         for position, document in enumerate(self.prompts.documents(as_list(documents), 0)):
             if not document.empty:
                 positions.setdefault(document.ids, position)
-        check_room(disk, self.backbone, positions)
-        missing = []
-        for ids in positions:
-            if self.cache.tiers.read_file(self.cache.key(ids)) is None:
-                missing.append(ids)
         try:
-            with tqdm(
-                total=len(missing), disable=not show_progress, unit="doc", desc="reading"
-            ) as bar:
-                self.cache.write(missing, disk, self.backbone, self.token_budget, bar.update)
+            return self.cache.write(
+                positions, self.backbone, self.token_budget, show_progress=show_progress
+            )
         except DoesNotFitError as error:
             raise too_large(len(error.ids), positions[error.ids]) from None
-        return len(missing)
 
     def token_ends(self, document: str) -> tuple[list[int], int]:
         """See `Reranker.token_ends`."""

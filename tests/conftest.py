@@ -19,7 +19,8 @@ from transformers import PreTrainedTokenizerFast
 
 from rsrank_rag import Reranker, RSRank, Template
 from rsrank_rag.artifact import hub
-from rsrank_rag.backends.options import LoadOptions
+from rsrank_rag.artifact.loading import open_artifact
+from rsrank_rag.backends.options import LoadOptions, ModelSource
 from rsrank_rag.backends.torch.projection import Projection
 from rsrank_rag.prefixes.cache import CachedPrefixes, PrefixTiers
 
@@ -258,6 +259,17 @@ def unkept(ranker: RSRank) -> RSRank:
     ranker.cache = CachedPrefixes({}, PrefixTiers(0, device=core.device, dtype=core.dtype))
     ranker.reader.cache = ranker.cache
     return ranker
+
+
+def on_torch(name: str | Path = "mini", **options: object) -> RSRank:
+    """An artifact on torch, on the CPU in float32, where ONNX Runtime could run it, too."""
+    source = ModelSource(**{"name": name, "device": "cpu", "dtype": "float32", **options})
+    return RSRank(
+        *open_artifact(source, on_onnx=False),
+        cache_size=source.cache_size,
+        cache_folder=source.cache_folder,
+        deterministic=source.deterministic,
+    )
 
 
 def copy_with(artifact: Path, copy: Path, **fields: object) -> Path:

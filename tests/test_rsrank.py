@@ -330,9 +330,7 @@ def test_rank_reads_the_ends_of_a_query_that_is_too_long_and_says_so(ranker):
     assert kept == [(document.index, document.score) for document in ranker.rank(read, DOCUMENTS)]
     assert not ranker.rank(QUERY, DOCUMENTS).query_truncated
     with pytest.raises(InputError, match="Shorten the query"):
-        ranker.rank(query, DOCUMENTS, long_queries="error")
-    with pytest.raises(InputError, match="long_queries must be"):
-        ranker.rank(QUERY, DOCUMENTS, long_queries="windows")
+        ranker.score(query, DOCUMENTS)
 
 
 def test_documents_and_their_list_are_not_changed(ranker):
@@ -625,8 +623,7 @@ def test_a_folder_without_a_model_is_refused(tmp_path):
         load_ranker(tmp_path, "llama")
 
 
-def test_code_from_a_models_folder_never_runs_unless_allowed(tiny_folder, tmp_path):
-    assert LoadOptions().trust_remote_code is False
+def test_code_from_a_models_folder_never_runs(tiny_folder, tmp_path):
     for file in tiny_folder("llama").iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     ran = tmp_path / "ran"
@@ -687,7 +684,7 @@ def test_8bit_scores_are_close_to_fp32_ones_and_do_not_depend_on_neighbours(
     kind, tiny_folder, tiny_ranker
 ):
     pytest.importorskip("bitsandbytes")
-    ranker = load_ranker(tiny_folder(kind), kind, load_in_8bit=True)
+    ranker = load_ranker(tiny_folder(kind), kind, dtype="int8")
     assert ranker.backbone.model.layers[0].self_attn.v_proj.weight.dtype == torch.int8
     scores = all_scores(ranker)
     torch.testing.assert_close(scores, all_scores(tiny_ranker(kind)), rtol=0, atol=INT8)
@@ -697,7 +694,7 @@ def test_8bit_scores_are_close_to_fp32_ones_and_do_not_depend_on_neighbours(
 def test_8bit_scores_do_not_depend_on_neighbours_even_with_outlier_activations(tiny_folder):
     """bitsandbytes would treat activations above 6 apart, in columns that depend on the batch."""
     pytest.importorskip("bitsandbytes")
-    ranker = load_ranker(tiny_folder("llama"), "llama", load_in_8bit=True)
+    ranker = load_ranker(tiny_folder("llama"), "llama", dtype="int8")
     with torch.no_grad():
         for layer in ranker.backbone.model.layers:
             layer.input_layernorm.weight.mul_(8)
@@ -716,25 +713,20 @@ def test_4bit_scores_are_those_of_fp32_with_the_rounded_weights(tiny_folder):
             module.weight.data = functional.dequantize_4bit(packed, state)
     expected = all_scores(rounded)
     assert (expected - exact).abs().max() > 5 * NF4  # rounding to 16 levels matters here
-    ranker = load_ranker(tiny_folder("qwen3"), "qwen3", load_in_4bit=True)
+    ranker = load_ranker(tiny_folder("qwen3"), "qwen3", dtype="nf4")
     assert ranker.backbone.model.layers[0].self_attn.v_proj.weight.dtype == torch.uint8
     torch.testing.assert_close(all_scores(ranker), expected, rtol=0, atol=NF4)
     torch.testing.assert_close(all_scores(ranker), scores_alone(ranker), rtol=0, atol=NF4)
 
 
-def test_two_quantisations_at_once_are_refused(tiny_folder):
-    with pytest.raises(InputError, match=r"^load_in_8bit and load_in_4bit exclude each other"):
-        load_ranker(tiny_folder("llama"), "llama", load_in_8bit=True, load_in_4bit=True)
-
-
-@pytest.mark.parametrize("option", ["load_in_8bit", "load_in_4bit"])
+@pytest.mark.parametrize("dtype", ["int8", "nf4"])
 def test_a_missing_package_is_named_with_the_command_that_installs_it(
-    tiny_folder, monkeypatch, option
+    tiny_folder, monkeypatch, dtype
 ):
     monkeypatch.setattr("rsrank_rag.backends.torch.loading.find_spec", lambda name: None)
     said = r"need bitsandbytes.*pip install .*\[8bit\]"
     with pytest.raises(MissingDependencyError, match=said) as caught:
-        load_ranker(tiny_folder("llama"), "llama", **{option: True})
+        load_ranker(tiny_folder("llama"), "llama", dtype=dtype)
     assert isinstance(caught.value, ImportError)
 
 
@@ -752,9 +744,7 @@ def test_scores_on_cuda_equal_those_on_the_cpu(kind, tiny_folder, tiny_ranker):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_8bit_scores_on_cuda_do_not_depend_on_neighbours(tiny_folder):
     pytest.importorskip("bitsandbytes")
-    ranker = load_ranker(
-        tiny_folder("llama"), "llama", device="cuda", dtype="float16", load_in_8bit=True
-    )
+    ranker = load_ranker(tiny_folder("llama"), "llama", device="cuda", dtype="int8")
     torch.testing.assert_close(all_scores(ranker), scores_alone(ranker), rtol=0, atol=5e-3)
 
 
@@ -845,7 +835,7 @@ def test_so_it_is_for_quantised_weights(tiny_folder):
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
     with pytest.raises(BackboneError, match="could not be loaded: "):
-        load_ranker(tiny_folder("llama"), "llama", device="cuda", load_in_8bit=True)
+        load_ranker(tiny_folder("llama"), "llama", device="cuda", dtype="int8")
 
 
 def test_an_explanation_of_many_layers_fits_a_terminal():

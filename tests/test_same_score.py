@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from conftest import on_torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -77,8 +78,9 @@ def dtype(request):
 def load(dtype, mini_in_windows):
     def load(**options):
         name, _, runtime = dtype.partition(" on ")
-        loading = {"device": "cpu", "dtype": name, "runtime": runtime or None}
-        return RSRank.from_pretrained(mini_in_windows, **loading, **options)
+        if runtime == "torch":
+            return on_torch(mini_in_windows, dtype=name, **options)
+        return RSRank.from_pretrained(mini_in_windows, device="cpu", dtype=name, **options)
 
     return load
 

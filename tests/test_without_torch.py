@@ -73,7 +73,7 @@ def test_everything_that_is_shown_for_mini_runs_and_scores_as_here():
         env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
     )
     assert done.returncode == 0, done.stderr
-    expected = RSRank.from_pretrained(runtime="onnx").score(QUERY, DOCUMENTS)
+    expected = RSRank.from_pretrained().score(QUERY, DOCUMENTS)
     local, compressed, indexed, served, saved = json.loads(done.stdout.splitlines()[-1])
     assert local == pytest.approx(expected, abs=1e-5)
     assert compressed == pytest.approx(local, abs=2e-7)

@@ -84,7 +84,7 @@ with tempfile.TemporaryDirectory() as folder:
     scores.append(RSRank.from_pretrained(folder, cache_size=0).score(query, texts))
 
 try:
-    RSRank.from_pretrained(runtime="torch")
+    RSRank.from_pretrained(backbone=ranker.config.backbone.name, dtype="float16")
 except MissingDependencyError as error:
     assert pip_install("lm") in str(error)
 else:

@@ -7,7 +7,7 @@ import click
 
 from rsrank_rag.adapters.kinds import load
 from rsrank_rag.artifact import hub
-from rsrank_rag.backends.options import LoadOptions, ModelSource
+from rsrank_rag.backends.options import ModelSource
 from rsrank_rag.cli.options import PATH, command
 from rsrank_rag.evaluation.datasets import LabelledQuery
 from rsrank_rag.evaluation.evaluate import score_dataset
@@ -103,7 +103,7 @@ def score_texts(
     name: str, sets: dict[str, tuple[list[LabelledQuery], list[QueryFeatures]]]
 ) -> SystemScores:
     """Scores of another system, which reads the same queries' texts."""
-    system = load(ModelSource(name, None, LoadOptions()))
+    system = load(ModelSource(name=name))
     results = {name: score_dataset(system, queries) for name, (queries, _) in sets.items()}
     scores = {name: rounded(rows) for name, rows in results.items()}
     threshold = system.threshold

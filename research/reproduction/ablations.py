@@ -19,7 +19,6 @@ from pydantic import BaseModel, Field, ValidationError
 from typing_extensions import Self
 
 from rsrank_rag.adapters.kinds import load
-from rsrank_rag.backends.options import ModelSource
 from rsrank_rag.backends.torch.projection import Projection
 from rsrank_rag.errors import InputError, RSRankError
 from rsrank_rag.evaluation.evaluate import score_dataset
@@ -273,10 +272,8 @@ class Ablations:
         """Queries to learn from, numbers in B, and scores by set."""
         sets = recipe.evaluation
         if ablation.scorer == "cosine":
-            source = ModelSource(
-                f"bi-encoder:{recipe.model.name}", load=recipe.model.load_options()
-            )
-            system = load(source)
+            options = recipe.model.load_options()
+            system = load(options.source(f"bi-encoder:{recipe.model.name}"))
             found = {}
             for part in sets:
                 queries = part.load(recipe.fit.seed, titles=recipe.features.titles)

@@ -13,7 +13,7 @@ import torch
 
 from rsrank_rag.adapters.kinds import load, parse
 from rsrank_rag.artifact import hub
-from rsrank_rag.backends.options import LoadOptions, ModelSource
+from rsrank_rag.backends.options import LoadOptions
 from rsrank_rag.errors import InputError, RSRankError
 from rsrank_rag.evaluation.datasets import LabelledQuery
 from rsrank_rag.evaluation.evaluate import score_dataset
@@ -130,7 +130,7 @@ class _Run:
         try:
             options = part.options(self.options)
             if missing:
-                system = load(ModelSource(part.name, part.revision, options))
+                system = load(options.source(part.name, part.revision))
         except RSRankError as error:
             self.fail(part.title, error)
             missing = []

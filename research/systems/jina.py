@@ -11,8 +11,11 @@ from rsrank_rag.evaluation.systems.sentence_transformers import CrossEncoder
 class JinaReranker(CrossEncoder):
     """The cross-encoder; 0 is a probability of relevance of one half.
 
-    Its own code runs only with ``trust_remote_code``. Errors are those of `CrossEncoder`.
+    It runs code from the model's repository: read the code first. Errors are those of
+    `CrossEncoder`.
     """
+
+    runs_own_code = True
 
     def __init__(
         self,
@@ -21,8 +24,7 @@ class JinaReranker(CrossEncoder):
         revision: str | None = None,
         options: LoadOptions | None = None,
     ) -> None:
-        if options is not None and options.trust_remote_code:
-            _restore_function_of_transformers_4()
+        _restore_function_of_transformers_4()
         super().__init__(name, threshold=0.0, revision=revision, options=options)
 
 

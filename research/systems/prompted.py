@@ -26,8 +26,9 @@ from rsrank_rag.backends.torch.loading import LOAD_ERRORS, quantisation
 from rsrank_rag.backends.torch.quiet import quiet_transformers
 from rsrank_rag.errors import BackboneError, InputError, finite, required, too_large
 from rsrank_rag.method.batches import Batches, DoesNotFitError, Ids, token_budget_for
-from rsrank_rag.method.template import clean, private_copy
+from rsrank_rag.method.template import private_copy
 from rsrank_rag.reranker import Reranker, Scored, as_list
+from rsrank_rag.texts import encodable
 
 
 class Batched(Reranker):
@@ -61,7 +62,9 @@ class Batched(Reranker):
                 )
         encoded = [
             item.ids
-            for item in self._text.encode_batch([before + clean(text) for text in texts], **options)
+            for item in self._text.encode_batch(
+                [before + encodable(text) for text in texts], **options
+            )
         ]
         return [tuple(ids[:room]) for ids in encoded], [len(ids) > room for ids in encoded]
 
@@ -95,7 +98,7 @@ def load(
     model_class: Any, name: str, revision: str | None, options: LoadOptions, **arguments: Any
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A frozen model with its output layer, and its tokenizer; BackboneError if it has no such."""
-    hub = {**options.hub, "revision": revision, "trust_remote_code": options.trust_remote_code}
+    hub = {**options.hub, "revision": revision}
     arguments = {**arguments, **quantisation(options), "dtype": options.resolved_dtype()}
     # The model's config could name kernels to download and run.
     arguments["attn_implementation"] = None
@@ -200,7 +203,7 @@ class AnswerOdds(Batched):
         """Token ids of each prompt, and which documents were cut; InputError for a long query."""
         if not isinstance(query, str):
             raise InputError(f"The query must be a string, got {type(query).__name__}.")
-        opening = clean(self.opening(query))
+        opening = encodable(self.opening(query))
         room = self.max_length - len(self.prefix) - len(self.suffix)
         length = len(self._text.encode(opening, add_special_tokens=False).ids)
         if length >= room:

@@ -7,7 +7,7 @@ name of each class, and a class is imported when a reranker of its kind is loade
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -55,9 +55,7 @@ class Kind:
         if self.default == "":
             system: Reranker = make()
         else:
-            system = make(
-                source.name, revision=source.revision, options=source.load, **self.settings
-            )
+            system = make(source.name, revision=source.revision, options=source, **self.settings)
         return system
 
 
@@ -102,13 +100,27 @@ def load_tuned(file: str, *, revision: str | None, options: LoadOptions) -> Rera
     ``revision`` replaces the revision in the file.
     """
     tuned = TunedRule.read(file)
-    system = load(ModelSource(tuned.model, revision or tuned.revision, options))
+    system = load(
+        ModelSource(
+            **{**dict(options), "name": tuned.model, "revision": revision or tuned.revision}
+        )
+    )
     system.threshold = tuned.threshold
     system.max_gap = tuned.max_gap
     system.fallback = tuned.fallback
     system.labelled_data = tuned.data
     return system
 
+
+# Settings that have an effect on RSRank only.
+ONLY_RSRANK = (
+    "backbone",
+    "max_length",
+    "token_budget",
+    "deterministic",
+    "cache_size",
+    "cache_folder",
+)
 
 TUNED = Kind(f"{__name__}.load_tuned")
 _ENCODERS = "rsrank_rag.evaluation.systems.sentence_transformers"
@@ -141,21 +153,13 @@ def load(source: ModelSource) -> Reranker:
     kind, name = parse(source.name)
     if kind is not None:
         _check_settings(source)
-        return kind.load(replace(source, name=name))
-    return RSRank.from_source(source)
+        return kind.load(source.model_copy(update={"name": name}))
+    return RSRank.from_pretrained(**source.model_dump())
 
 
 def _check_settings(source: ModelSource) -> None:
     """Raise InputError for settings that have an effect on RSRank only."""
-    settings = {
-        "backbone": source.backbone,
-        "max_length": source.max_length,
-        "token_budget": source.token_budget,
-        "deterministic": source.load.deterministic,
-        "cache_size": source.cache_size,
-        "cache_folder": source.cache_folder,
-    }
-    unused = [name for name, value in settings.items() if value]
+    unused = [name for name in ONLY_RSRANK if getattr(source, name)]
     if unused:
         raise InputError(
             f"{source.name} is no RSRank model, so {', '.join(unused)} would have no effect. "

@@ -24,7 +24,7 @@ from pydantic import (
 )
 from typing_extensions import Self
 
-from ..backends.options import LoadSettings, ModelSource, Name
+from ..backends.options import DeviceSettings, ModelSource, Name
 from ..cancellation import waiting
 from ..errors import InputError, RSRankError, check_names, nearest
 from ..prefixes.settings import CacheSettings
@@ -35,7 +35,6 @@ from ..remote.address import service_address, usable_key
 from ..reranker import (
     Fallback,
     Limits,
-    LongQueries,
     Native,
     RankedDocument,
     RankOptions,
@@ -71,7 +70,7 @@ class Unranked(RankResult):
     error: Exception
 
 
-class ModelAdapter(LoadSettings, CacheSettings):
+class ModelAdapter(DeviceSettings, CacheSettings):
     """A framework's object around a model that all objects with the same settings share.
 
     The model is loaded at the first call. With ``base_url``, a service holds the model and nothing
@@ -95,12 +94,6 @@ class ModelAdapter(LoadSettings, CacheSettings):
     'cross-encoder:BAAI/bge-reranker-base'; or a Reranker that is already loaded."""
     revision: str | None = None
     """Commit, tag or branch on the Hub."""
-    backbone: Name | None = None
-    """Where to load the language model from instead."""
-    max_length: int | None = Field(default=None, ge=1)
-    """Most positions; longer documents are cut."""
-    cache_dir: Name | None = None
-    """Hub cache folder."""
     base_url: Annotated[str, AfterValidator(service_address)] | None = None
     """Address of a service (`rsrank serve`) that holds the model."""
     api_key: Annotated[SecretStr, AfterValidator(usable_key)] | None = Field(
@@ -203,11 +196,10 @@ class ModelAdapter(LoadSettings, CacheSettings):
         if isinstance(self.model, Reranker):
             return self.model
         return ModelSource(
-            self.model,
+            name=self.model,
             revision=self.revision,
-            load=self.load_options(cache_dir=self.cache_dir),
-            backbone=self.backbone,
-            max_length=self.max_length,
+            device=self.device,
+            dtype=self.dtype,
             cache_size=self.cache_size,
             cache_folder=self.cache_folder,
         )
@@ -271,8 +263,6 @@ class RerankerAdapter(ModelAdapter):
     """'sentences': documents shrink to their sentences that score above the threshold."""
     context: int = Field(default=0, strict=True)
     """Keep also this many sentences before and after each kept sentence."""
-    heading: bool = False
-    """The first line of each document is a heading, which is kept with any of its sentences."""
     long_documents: LongDocuments | None = None
     """Documents that are too long for the model: 'windows' reads them in parts, and the best part
     counts; 'cut' reads the beginning. None: the model's default (RSRank: windows)."""
@@ -284,8 +274,6 @@ class RerankerAdapter(ModelAdapter):
     """'normalised': scores between 0 and 1, where 0.5 is the native threshold."""
     mode: Literal["drop", "shadow"] = "drop"
     """'shadow': return everything, and log what would have been dropped."""
-    long_queries: LongQueries = "cut"
-    """Questions that are too long: 'cut' reads both ends and warns; 'error' raises."""
 
     @model_validator(mode="after")
     def _check_limits_and_reading(self) -> Self:

@@ -6,28 +6,24 @@ are made before anything is loaded.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    model_validator,
-)
-from typing_extensions import Self
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from ..errors import InputError, pip_install, problems_of
-from ..prefixes.settings import as_text
+from ..prefixes.settings import CacheSettings, as_text
 
 if TYPE_CHECKING:
     import torch
 
 
-ONNX_DTYPES = ("float32", "int8")
+ONNX_DTYPES = (None, "float32", "int8")
+
+# Weights that bitsandbytes quantises.
+QUANTISED = ("int8", "nf4")
+
 
 # An encoder's files. Torch reads the last one; without it, the tokenizer is that of the model type.
 ENCODER_FILES = ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
@@ -44,56 +40,46 @@ def _as_name(value: Any) -> Any:
 Name = Annotated[str, BeforeValidator(_as_name)]
 
 
-class LoadSettings(BaseModel, use_attribute_docstrings=True):
-    """How a language model is loaded, for adapters, training configs and commands.
-
-    ``load_in_8bit`` and ``load_in_4bit`` quantise weights with bitsandbytes, which saves memory and
-    no time. ``dtype="int8"`` is for the documents of encoders on ONNX Runtime, and saves time.
-    """
+class DeviceSettings(BaseModel, use_attribute_docstrings=True):
+    """Where a language model runs, and in which numbers."""
 
     device: Name | None = None
     """cuda, cuda:1, mps, cpu. Default: cpu for encoders of BERT's kind, else the best one
     present."""
     dtype: Name | None = None
-    """float32, bfloat16, float16, int8 (encoders on a CPU). Default: the fastest one that is
-    precise enough."""
-    runtime: Literal["torch", "onnx"] | None = None
-    """torch or onnx. Default: onnx for encoders of BERT's kind, unless a GPU is named."""
-    load_in_8bit: bool = False
-    """int8 weights (needs the 8bit extra)."""
-    load_in_4bit: bool = False
-    """nf4 weights (needs the 8bit extra)."""
+    """float32, bfloat16, float16; int8: documents of encoders on a CPU in 8 bits, or else the
+    weights; nf4: weights in 4 bits (int8 and nf4 weights need the 8bit extra). Default: the fastest
+    one that is precise enough."""
+
+
+class LoadSettings(DeviceSettings):
+    """How a language model is loaded, for commands and training recipes."""
+
     local_files_only: bool = False
     """Never ask the Hub."""
-    trust_remote_code: bool = False
-    """Run code from the model's repository (jina-reranker-v2)."""
     deterministic: bool = False
     """The same bits whatever else is scored: one row a batch (slower)."""
 
-    @model_validator(mode="after")
-    def _one_quantisation(self) -> Self:
-        if self.load_in_8bit and self.load_in_4bit:
-            raise InputError("load_in_8bit and load_in_4bit exclude each other. Choose one.")
-        return self
-
     def load_options(self, **more: Any) -> LoadOptions:
         """These settings and ``more`` fields of `LoadOptions`."""
-        fields = {name: getattr(self, name) for name in LoadSettings.model_fields}
-        return LoadOptions(**fields, **more)
+        settings = {name: value for name, value in self if name in LoadSettings.model_fields}
+        return LoadOptions(**settings, **more)
 
 
 class LoadOptions(LoadSettings):
-    """Where and how a language model is loaded; see `RSRank.from_pretrained`.
+    """Where and how a language model is loaded.
 
     Raises:
-        InputError: Both quantisations are requested, or there is no such runtime.
+        InputError: A value is out of range, or there is no such option.
     """
 
     # Not keywords of the class: mypy takes those for a dataclass's, whose base must be frozen, too.
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     token: str | bool | None = Field(default=None, repr=False)
+    """Hub access token."""
     cache_dir: Name | None = None
+    """Hub cache folder."""
 
     def __init__(self, **values: Any) -> None:
         try:
@@ -101,23 +87,22 @@ class LoadOptions(LoadSettings):
         except ValidationError as error:
             raise InputError(f"{problems_of(error)}.") from None
 
-    def runtime_for(self, model_type: str) -> str:
-        """``"onnx"`` or ``"torch"``: what runs an artifact with this kind of language model.
+    def source(self, name: str, revision: str | None = None, **more: Any) -> ModelSource:
+        """A model that is loaded with these options, and ``more`` fields of `ModelSource`."""
+        return ModelSource(name=name, revision=revision, **dict(self), **more)
 
-        By default, ONNX Runtime runs BERT's kind on a CPU unless a GPU is named, and everything
-        where there is no torch.
+    def on_onnx(self, model_type: str) -> bool:
+        """Whether ONNX Runtime runs an artifact with this kind of language model, and not torch.
+
+        It runs BERT's kind on a CPU, and everything where there is no torch.
         """
-        if self.runtime or not find_spec("torch"):
-            return self.runtime or "onnx"
-        fits = model_type == "bert" and not self.weights and self.dtype in (None, *ONNX_DTYPES)
-        return "onnx" if fits and self.device in (None, "cpu") else "torch"
+        fits = self.device in (None, "cpu") and self.dtype in ONNX_DTYPES
+        return (model_type == "bert" and fits) or not find_spec("torch")
 
     @property
-    def weights(self) -> str | None:
-        """What weights are quantised to: ``"int8"``, ``"nf4"`` or None."""
-        if self.load_in_8bit:
-            return "int8"
-        return "nf4" if self.load_in_4bit else None
+    def quantised(self) -> str | None:
+        """What torch quantises weights to: ``"int8"``, ``"nf4"`` or None."""
+        return self.dtype if self.dtype in QUANTISED else None
 
     @property
     def hub(self) -> dict[str, Any]:
@@ -152,13 +137,12 @@ class LoadOptions(LoadSettings):
         Raises:
             InputError: ONNX Runtime does not compute in this dtype, or on this device.
         """
-        dtype = self.dtype or ("int8" if int8 else "float32")
-        if self.device not in (None, "cpu") or self.weights or dtype not in ONNX_DTYPES:
+        if self.device not in (None, "cpu") or self.dtype not in ONNX_DTYPES:
             raise InputError(
                 "ONNX Runtime computes on the CPU here, in int8 or float32. For another device or "
-                f"dtype, or load_in_8bit and the like, use torch: {pip_install('lm')}."
+                f"dtype, use torch: {pip_install('lm')}."
             )
-        return dtype
+        return self.dtype or ("int8" if int8 else "float32")
 
     def resolved_dtype(self) -> torch.dtype:
         """The requested floating-point dtype, or bfloat16 where it is fast, else float32.
@@ -168,33 +152,50 @@ class LoadOptions(LoadSettings):
         """
         import torch
 
-        if self.dtype is None:
-            fast = has_fast_bfloat16(self.resolved_device())
+        if self.dtype is None or self.quantised:
+            device = self.resolved_device()
+            # On a CPU, products with quantised weights are computed in float32.
+            fast = has_fast_bfloat16(device) and not (self.quantised and device.type == "cpu")
             return torch.bfloat16 if fast else torch.float32
         dtype = getattr(torch, self.dtype, None)
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
             raise InputError(
-                f"dtype={self.dtype!r} is not a dtype of torch here. Use 'float32', 'bfloat16' or "
-                "'float16'. 'int8' is for encoders of BERT's kind on a CPU (runtime='onnx')."
+                f"dtype={self.dtype!r} is not a dtype here. Use 'float32', 'bfloat16', 'float16', "
+                "'int8' or 'nf4'."
             )
         return dtype
 
 
-@dataclass(frozen=True)
-class ModelSource:
-    """All arguments of `RSRank.from_pretrained`; equal sources may share one model.
+class ModelSource(LoadOptions, CacheSettings):
+    """All arguments of `RSRank.from_pretrained`; equal sources may share one model."""
 
-    The name may also be that of another system (`adapters.kinds`).
-    """
-
-    name: str
+    name: Name = "mini"
+    """A built-in artifact, a folder or a Hub id; or another system (`adapters.kinds`)."""
     revision: str | None = None
-    load: LoadOptions = field(default_factory=LoadOptions)
-    backbone: str | None = None
-    max_length: int | None = None
-    token_budget: int | None = None
-    cache_size: int | None = None
-    cache_folder: str | None = None
+    """Commit, tag or branch of the artifact, which names the language model's own revision."""
+    backbone: Name | None = None
+    """Another place to load the language model from, such as a local copy, which is checked."""
+    max_length: int | None = Field(default=None, ge=1)
+    """Use at most this many positions; longer documents are cut."""
+    token_budget: int | None = Field(default=None, ge=1)
+    """The most padded tokens in one batch. Default: a number that suits the device."""
+
+
+class LoadArguments(TypedDict, total=False):
+    """The fields of `ModelSource` as keywords, with the types that users may pass."""
+
+    revision: str | None
+    backbone: str | Path | None
+    device: str | torch.device | None
+    dtype: str | torch.dtype | None
+    max_length: int | None
+    token_budget: int | None
+    cache_size: int | str | None
+    cache_folder: str | Path | None
+    deterministic: bool
+    local_files_only: bool
+    token: str | bool | None
+    cache_dir: str | Path | None
 
 
 def has_fast_bfloat16(device: torch.device) -> bool:

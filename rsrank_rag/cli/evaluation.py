@@ -124,7 +124,7 @@ def evaluate(
     for name in model:
         parse(name)
     sets = read_sets(data)
-    measured = {name: _measure(ModelSource(name, revision, load), sets, limits) for name in model}
+    measured = {name: _measure(load.source(name, revision), sets, limits) for name in model}
     records: list[dict[str, Any]] = []
     for name, (rule, scored) in measured.items():
         for title, queries in scored.items():

@@ -16,11 +16,11 @@ from ..adapters.kinds import load as load_reranker
 from ..adapters.kinds import parse
 from ..backends.options import LoadOptions, ModelSource
 from ..errors import InputError
-from ..method.template import clean
 from ..prefixes.settings import CacheSettings
 from ..ranking.explanation import Explanation
 from ..ranking.rule import passes
 from ..reranker import Limits, RankResult
+from ..texts import encodable
 from .options import (
     PATH,
     command,
@@ -50,7 +50,7 @@ def _load(source: ModelSource) -> RSRank:
     from ..rsrank import RSRank
 
     show_waiting(f"Loading {source.name} ...")
-    return RSRank.from_source(source)
+    return RSRank.from_pretrained(**source.model_dump())
 
 
 def read_documents(source: str) -> list[Any]:
@@ -80,7 +80,7 @@ def read_documents(source: str) -> list[Any]:
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
-            documents.append({**row, "text": clean(row["text"])})
+            documents.append({**row, "text": encodable(row["text"])})
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise InputError(
                 f'--documents {source}, document {number}: expected JSON with a "text", '
@@ -132,9 +132,9 @@ def rank(
     """
     texts = read_documents(documents)
     show_waiting(f"Loading {model} ...")
-    ranker = load_reranker(ModelSource(model, revision, load, **cache.model_dump()))
+    ranker = load_reranker(load.source(model, revision, **dict(cache)))
     limits["top_n"] = top_n
-    result = ranker.rank(clean(query), texts, **limits, extract=extract)
+    result = ranker.rank(encodable(query), texts, **limits, extract=extract)
     if as_json:
         print_json(result.to_dict())
     else:
@@ -157,7 +157,7 @@ def index(
     """
     if cache.cache_folder is None:
         raise InputError("Give --cache-folder: the folder for the prefixes.")
-    ranker = _load(ModelSource(model, revision, load, **cache.model_dump()))
+    ranker = _load(load.source(model, revision, **dict(cache)))
     texts = read_documents(documents)
     parts = ranker.parts(texts)
     count = ranker.index(parts, show_progress=on_terminal())
@@ -181,8 +181,8 @@ def explain(
 
     `rsrank explain -q "How do bees find flowers?" --document "Bees find them by their colour."`
     """
-    ranker = _load(ModelSource(model, revision, load))
-    explanation = ranker.explain(clean(query), clean(document))
+    ranker = _load(load.source(model, revision))
+    explanation = ranker.explain(encodable(query), encodable(document))
     if as_json:
         fields = asdict(explanation)
         del fields["head_parts"]
@@ -253,7 +253,7 @@ def score(
     from ..bulk.files import score_file
 
     parse(model)
-    model_source = ModelSource(model, revision, load, **cache.model_dump())
+    model_source = load.source(model, revision, **dict(cache))
     scorer = PairScorer(partial(load_reranker, model_source), model)
     numbers = score_file(source, output, scorer, partial(progress, description="Scoring"))
     errors = f"{numbers['errors']:,} without a score (column error)"

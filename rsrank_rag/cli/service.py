@@ -19,7 +19,7 @@ from pydantic import BaseModel, Field, PositiveInt, SecretStr
 
 from ..adapters.kinds import load as load_reranker
 from ..adapters.kinds import parse
-from ..backends.options import LoadOptions, ModelSource
+from ..backends.options import LoadOptions
 from ..errors import InputError
 from ..prefixes.settings import CacheSettings, as_bytes
 from .options import command, revision_option, system_option
@@ -50,7 +50,7 @@ def prepare_logs(level: str) -> None:
 
         transformers_logging.disable_default_handler()
         transformers_logging.enable_propagation()
-    # With load_in_8bit in bfloat16, it logs a line for each product of each layer.
+    # With dtype="int8" in bfloat16, it logs a line for each product of each layer.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
@@ -111,7 +111,7 @@ def serve(
     open_standard_files()
     parse(model)
     for_program = APPS.get(program, {"drop": False, "enter": []})
-    source = ModelSource(model, revision, load, **cache.model_dump())
+    source = load.source(model, revision, **dict(cache))
     from ..service.scheduler import Scheduler
     from ..service.settings import Settings
     from ..service.work_queue import QueueLimits

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 from click import echo, option
 
-from ..backends.options import LoadOptions, ModelSource
+from ..backends.options import LoadOptions
 from ..errors import TrainingError, needs
 from .options import (
     PATH,
@@ -133,7 +133,7 @@ def tune(
     from ..training.tune import tune
 
     show_waiting(f"Scoring {data} ...")
-    source = ModelSource(model, revision, load)
+    source = load.source(model, revision)
     tuned = tune(source, data, output, lost=lost, recall=recall, force=force, show=show_tuned)
     if tuned.problem and not force:
         raise TrainingError(f"Nothing was written: {tuned.problem}. --force writes it.")

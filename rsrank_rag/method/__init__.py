@@ -1,4 +1,4 @@
 """The paper's method: template, two phases, shift, projection, score.
 
-Of this package, these modules import only `errors` when they are imported.
+Of this package, these modules import only `errors` and `texts` when they are imported.
 """

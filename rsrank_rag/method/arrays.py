@@ -11,6 +11,9 @@ import numpy as np
 Array = Any
 """A numpy array or a torch tensor."""
 
+Numbers = np.ndarray[Any, Any]
+"""A numpy array."""
+
 
 def namespace(array: Any) -> Any:
     """The module of an array or a dtype: numpy or torch."""
@@ -25,7 +28,7 @@ def cast(array: Array, dtype: str) -> Array:
     return array.to(kind)
 
 
-def to_numpy(array: Array) -> "np.ndarray[Any, Any]":
+def to_numpy(array: Array) -> Numbers:
     """A numpy array with the same numbers, in host memory."""
     if isinstance(array, np.ndarray | np.generic):
         return np.asarray(array)

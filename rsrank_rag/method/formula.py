@@ -46,8 +46,8 @@ def shift_terms(shifts: Array, weight: Array, head_weight: Array | None = None) 
 
     The cosine between the projected shift and the all-ones vector is in [-1, 1], and exactly 0
     where the projected shift is zero. A score is the sum of these terms over layers and heads and
-    their mean over the query's tokens (paper, Section 4.3), to which `combine` adds the similarity
-    terms. The callers compute sum and mean, because only they know each query's length.
+    their `token_mean` (paper, Section 4.3), to which `combine` adds the similarity
+    terms.
 
     >>> import numpy as np
     >>> shifts = np.array([[[2.0, 2.0], [1.0, -1.0], [0.0, 0.0]]])
@@ -66,6 +66,22 @@ def shift_terms(shifts: Array, weight: Array, head_weight: Array | None = None) 
     length = _length(projected, EPSILON)[..., 0]
     cosines = projected.sum(-1) / (length * projected.shape[-1] ** 0.5)
     return cosines if head_weight is None else cosines * head_weight[..., None]
+
+
+def token_mean(terms: Array, counts: Array) -> Array:
+    """The mean over the query's tokens, (...). Weights of tokens would stand here.
+
+    Args:
+        terms: (..., T), 0 after shorter queries. In float64, the sum of float32 terms does not
+            depend on these zeros.
+        counts: The number of tokens, (...) or (1,).
+    """
+    return terms.sum(-1) / counts
+
+
+def token_shares(terms: Array, counts: Array) -> Array:
+    """What each token adds to `token_mean`, (..., T); ``counts`` is (..., 1)."""
+    return terms / counts
 
 
 def similarity_windows(length: int, size: int | None) -> list[tuple[int, int]]:

@@ -10,12 +10,15 @@ similarity windows of the longest document.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from time import monotonic
+from typing import TYPE_CHECKING, NamedTuple
 
-from .arrays import Array, cast, namespace
-from .batches import Ids
+from .arrays import Array, Numbers, cast, namespace, to_numpy
+from .batches import Batches, Ids, device_kind
 from .formula import (
     Weights,
     combine,
@@ -25,8 +28,10 @@ from .formula import (
     shift_terms,
     similarity_terms,
     similarity_windows,
+    token_mean,
+    token_shares,
 )
-from .prefix import Prefixes
+from .prefix import Prefixes, padded_length
 from .template import PromptTokenizer, TokenisedQuery
 
 if TYPE_CHECKING:
@@ -37,6 +42,22 @@ if TYPE_CHECKING:
 # Vectors whose cosines are computed together. Measured: a thousand take twice as long as four times
 # 256, because the system gives numpy new memory for each large array.
 VECTORS = 256
+
+# As `SIMILAR_LENGTH`, for documents with a cached prefix: their padding costs attention only.
+CACHED_SIMILAR_LENGTH = 0.4
+
+# The cached prefixes of one batch have at most so many bytes. On a CPU, glibc takes blocks of more
+# than 32 MB from the system anew for each batch, and some batches then take three times as long.
+JOINED_BYTES = {"cpu": 25_000_000, "cuda": 4_000_000_000, "mps": 1_000_000_000}
+
+# The cached prefixes of one batch have at most so many times the tokens of the token budget. It is
+# more than once, because only the queries of these rows run.
+CACHED_BUDGETS = 8
+
+# A call that takes longer is reported in the log.
+SLOW_SECONDS = 10
+
+logger = logging.getLogger(__name__)
 
 Consume = Callable[[int, Array], object]
 """Receives a layer's index and its shifts, (N, H, T, D) fp32, 0 after shorter queries."""
@@ -185,7 +206,7 @@ class _BatchReader:
         best = cast(maxsim(queries, documents, in_document, self.windows), "float64")
         best = best[xp.arange(len(best), **self.on_device)[:, None], self.window_of_row]
         lengths = self.lengths[:, None]
-        return xp.where(self.columns < lengths, best, 0) / lengths
+        return token_shares(xp.where(self.columns < lengths, best, 0), lengths)
 
     def _counted(self, layer: int) -> Array:
         """Which tokens count, (N, T): none after shorter queries, or where no document reaches.
@@ -220,11 +241,10 @@ def score_rows(
     xp = namespace(similarity)
     lengths = xp.asarray([row.query.length for row in rows], device=similarity.device)
     terms = xp.stack(layers, 1)
-    # In float64, the sum of float32 terms does not depend on the zeros after a shorter query. That
-    # of their quotients does.
-    scores = combine(terms.sum((1, 2, 3)) / lengths, similarity, projection.agreement)
-    terms = terms / lengths[:, None, None, None]
-    return scores, terms, similarity_terms(similarity, projection.agreement)
+    shift_scores = token_mean(terms.sum((1, 2)), lengths)
+    scores = combine(shift_scores, similarity, projection.agreement)
+    shares = token_shares(terms, lengths[:, None, None, None])
+    return scores, shares, similarity_terms(similarity, projection.agreement)
 
 
 def of_layer(projection: Projection | Weights, layer: int) -> tuple[Array, Array | None]:
@@ -232,3 +252,79 @@ def of_layer(projection: Projection | Weights, layer: int) -> tuple[Array, Array
     row = projection.layers.index(layer)
     heads = projection.head_weight
     return projection.weight[row], None if heads is None else heads[row]
+
+
+class RowTerms(NamedTuple):
+    """The score of one row and the terms that add up to it.
+
+    Attributes:
+        score: The score.
+        shift: Shift terms, each divided by T, (T, L, H).
+        similarity: Similarity terms of the best similarity window, (1 + T,).
+        window: The number of this window; 0 for the whole document.
+    """
+
+    score: float
+    shift: Numbers
+    similarity: Numbers
+    window: int = 0
+
+
+def row_terms(reader: ShiftReader, projection: Projection | Weights, row: Row) -> RowTerms:
+    """Score one row, and take its score apart."""
+    with reader.backbone.inference():
+        scores, terms, similarity = score_rows(reader, projection, [row])
+    windows = to_numpy(similarity[0])
+    best = int(windows.sum(-1).argmax())
+    shift = to_numpy(terms[0]).transpose(2, 0, 1)
+    return RowTerms(float(scores[0]), shift, windows[best], best)
+
+
+def score_in_batches(
+    reader: ShiftReader, projection: Projection | Weights, rows: Sequence[Row], token_budget: int
+) -> dict[Row, float]:
+    """Scores of rows whose queries differ in length, in batches of at most so many padded tokens.
+
+    Raises:
+        DoesNotFitError: A row does not fit into memory even alone.
+    """
+    scores: dict[Row, float] = {}
+    slow_at = monotonic() + SLOW_SECONDS
+    with reader.backbone.inference():
+        for batches in _batches(reader, rows, token_budget):
+            for batch in batches:
+                if monotonic() > slow_at:
+                    slow_at = math.inf
+                    logger.warning(
+                        "%d of %d texts are scored after %d seconds. Fewer or shorter documents "
+                        "take less time, and so do long_documents='cut' and a smaller "
+                        "max_characters.",
+                        len(scores),
+                        len(rows),
+                        SLOW_SECONDS,
+                    )
+                with batches.attempt():
+                    of_batch = score_rows(reader, projection, batch)[0]
+                    scores.update(zip(batch, of_batch.tolist(), strict=True))
+    return scores
+
+
+def _batches(reader: ShiftReader, rows: Sequence[Row], budget: int) -> Iterator[Batches[Row]]:
+    """Batches of rows whose queries have about the same length.
+
+    Documents with a cached prefix have batches of their own: only their queries run, so that more
+    of them fit into a batch. Of queries of one length, these batches come first, because new
+    documents may replace the cached prefixes.
+    """
+    backbone = reader.backbone
+    joined = JOINED_BYTES.get(device_kind(backbone.device), JOINED_BYTES["cpu"])
+    joined //= max(1, backbone.bytes_per_token)
+    cached_budget = max(budget, min(joined, CACHED_BUDGETS * budget))
+    groups: dict[int, tuple[list[Row], list[Row]]] = {}
+    for row in rows:
+        new, cached = groups.setdefault(padded_length(len(row.query.ids)), ([], []))
+        is_cached = reader.cache is not None and row.key in reader.cache.tiers
+        (cached if is_cached else new).append(row)
+    for slots, (new, cached) in groups.items():
+        yield Batches(cached, cached_budget, extra=slots, similar=CACHED_SIMILAR_LENGTH)
+        yield Batches(new, budget, extra=slots)

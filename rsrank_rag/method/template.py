@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import BaseModel, Field
 
 from ..errors import BackboneError, InputError
+from ..texts import CHARACTERS_PER_TOKEN, encodable
 from .vocabulary import VocabularyCheck
 
 if TYPE_CHECKING:
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
 QUERY_RESERVE = 512
 
 # Of a long document, this many characters are tokenised first for each token that the model can
-# read. English has about 4.5 characters a token.
-CHARACTERS_PER_TOKEN = 8
+# read, which is enough for most texts.
+BEGINNING_PER_TOKEN = 2 * CHARACTERS_PER_TOKEN
 
 # Tokens at the end of a cut text that may differ from those of the whole text. WordPiece splits
 # words of at most 100 characters; merges of BPE reach less far.
@@ -88,19 +89,6 @@ class TokenisedQuery:
         return slice(self.start, self.stop)
 
 
-def clean(text: str) -> str:
-    r"""Join surrogate pairs and replace lone surrogates by U+FFFD, which tokenizers need.
-
-    >>> clean("a\ud83d\ude00b\ud83d")
-    'a😀b�'
-    """
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return text
-
-
 def private_copy(
     tokenizer: PreTrainedTokenizerBase | Tokenizer, *, special_tokens: bool
 ) -> Tokenizer:
@@ -130,8 +118,7 @@ def private_copy(
 
 
 def _digest(text: str) -> bytes:
-    # A text may have lone surrogates.
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
+    return hashlib.sha256(encodable(text).encode()).digest()
 
 
 class PromptTokenizer:
@@ -212,8 +199,21 @@ class PromptTokenizer:
 
         The second number is `document_limit` with a short query.
         """
-        encoded = self._text.encode(clean(document), add_special_tokens=False)
+        encoded = self._text.encode(encodable(document), add_special_tokens=False)
         return [stop for _, stop in encoded.offsets], self.document_limit(0)
+
+    def span_of(self, document: str, length: int, start: int, stop: int) -> tuple[int, int]:
+        """Some of the ``length`` positions of a document's prompt as a span of its characters.
+
+        The span has no white space around it, and nothing of the template.
+        """
+        token_ends, _ = self.token_ends(document)
+        # How far the document has been read before each position.
+        ends = [0] * (len(self.instruction) + 1) + token_ends[: length - self.overhead]
+        first = ends[min(start, len(ends) - 1)]
+        part = document[first : ends[min(stop, len(ends) - 1)]]
+        first += len(part) - len(part.lstrip())
+        return first, first + len(part.strip())
 
     def too_long(self, documents: Sequence[str]) -> list[bool]:
         """Whether each document has more tokens than are read of it beside a short query.
@@ -244,9 +244,9 @@ class PromptTokenizer:
 
     def encode(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
         """Ids of texts by themselves."""
-        cleaned = [clean(text) for text in texts]
+        plain = [encodable(text) for text in texts]
         return [
-            tuple(item.ids) for item in self._text.encode_batch(cleaned, add_special_tokens=False)
+            tuple(item.ids) for item in self._text.encode_batch(plain, add_special_tokens=False)
         ]
 
     def encode_beginnings(self, texts: Sequence[str], count: int) -> list[tuple[int, ...]]:
@@ -258,7 +258,7 @@ class PromptTokenizer:
         makes one token of any very long word), so the beginning grows until it has enough tokens.
         """
         enough = count + CUT_MARGIN
-        limit = CHARACTERS_PER_TOKEN * enough
+        limit = BEGINNING_PER_TOKEN * enough
         ids = self.encode([text[:limit] for text in texts])
         for index, text in enumerate(texts):
             length = limit
@@ -293,7 +293,7 @@ class PromptTokenizer:
         ends, _ = self.token_ends(query)
         if len(ends) <= self.query_limit:
             return query
-        query = clean(query)
+        query = encodable(query)
         part = self.query_limit // (4 if self.shared_positions else 2)
         cut = query
         # The two parts, joined and tokenised again, may have more tokens than before.
@@ -321,7 +321,7 @@ class PromptTokenizer:
             raise InputError(
                 f"The query has {len(ids)} tokens; with the template it needs "
                 f"{self.max_length + len(ids) - self.query_limit} positions and the model has "
-                f"{self.max_length}. Shorten the query, or use rank with long_queries='cut'."
+                f"{self.max_length}. Shorten the query, or use rank, which reads both of its ends."
             )
         positions = self.template.positions
         start = last if positions == "suffix" else first

@@ -11,17 +11,17 @@ import logging
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from tqdm.auto import tqdm
 from typing_extensions import Self
 
 from ..errors import InputError
 from ..method.batches import Batches, Ids, device_kind
-from ..method.formula import similarity_windows
 from ..method.prefix import Prefix, Prefixes
 from ..method.scoring import Row
 from .disk import FORMAT, Disk, PackedPrefix
@@ -299,37 +299,49 @@ class CachedPrefixes:
     def write(
         self,
         documents: Collection[Ids],
-        disk: Disk,
         backbone: "LanguageModel",
         budget: int,
-        progress: Callable[[int], object],
-    ) -> None:
-        """Run documents and put their prefixes on disk, and nowhere else.
+        *,
+        show_progress: bool = False,
+    ) -> int:
+        """Run the documents whose prefixes are not on disk, and write these there.
 
         A prefix with numbers that are too large for 8 bits is not written, without an error.
 
         Args:
             documents: Token ids.
-            disk: Where to.
             backbone: The model.
             budget: Padded tokens of a batch.
-            progress: Called with the number of documents of each batch that was run.
+            show_progress: Whether to show a progress bar.
+
+        Returns:
+            The number of documents that were run.
 
         Raises:
-            InputError: A prefix could not be written.
+            InputError: There is no folder, or it is too small, or a prefix could not be written.
             DoesNotFitError: A document does not fit into memory even alone.
         """
-        batches = Batches(documents, budget)
+        disk = self.tiers.disk
+        if disk is None:
+            raise InputError(
+                "There is no folder for prefixes. Load the model with cache_folder=FOLDER."
+            )
+        _check_room(disk, backbone, documents)
+        missing = [ids for ids in documents if self.tiers.read_file(self.key(ids)) is None]
+        batches = Batches(missing, budget)
+        bar = tqdm(total=len(missing), disable=not show_progress, unit="doc", desc="reading")
         try:
-            for batch in batches:
-                with batches.attempt():
-                    self._write_batch(batch, disk, backbone)
-                    progress(len(batch))
+            with bar:
+                for batch in batches:
+                    with batches.attempt():
+                        self._write_batch(batch, disk, backbone)
+                        bar.update(len(batch))
         except OSError as error:
             raise InputError(
                 f"Prefixes could not be written: {error}. Make room there, or name another folder. "
                 "What was written is not run again."
             ) from error
+        return len(missing)
 
     def _write_batch(self, batch: Sequence[Ids], disk: Disk, backbone: "LanguageModel") -> None:
         """Run a batch and write its prefixes."""
@@ -341,19 +353,12 @@ class CachedPrefixes:
                 disk.put(self.key(ids), packed)
 
 
-def check_room(disk: Disk, backbone: "LanguageModel", documents: Collection[Ids]) -> None:
+def _check_room(disk: Disk, backbone: "LanguageModel", documents: Collection[Ids]) -> None:
     """InputError if the prefixes of all documents take more bytes than the folder may hold.
 
-    A prefix takes 8 bits a number, a 16-bit scale for each token and head, and `Prefix.pooled`. The
-    headers of the files are not counted.
+    The headers of the files are not counted.
     """
-    layers = backbone.last_layer - backbone.fusion_layer
-    token = 2 * layers * backbone.num_heads * (backbone.head_dim + 2)
-    pooled = 4 * backbone.hidden_size if backbone.fusion_layer else 0
-    size = 0
-    for ids in documents:
-        windows = similarity_windows(len(ids), backbone.similarity_window)
-        size += len(ids) * token + len(windows) * pooled
+    size = sum(PackedPrefix.size(len(ids), backbone) for ids in documents)
     if size > disk.limit:
         raise InputError(
             f"The prefixes take {size / 1e9:.2f} GB and the folder may hold "

@@ -8,15 +8,19 @@ import hashlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from safetensors.numpy import load, save
 from typing_extensions import Self
 
-from ..method.arrays import cast, namespace, to_numpy
+from ..method.arrays import Numbers, cast, namespace, to_numpy
+from ..method.formula import similarity_windows
 from ..method.prefix import Prefix
 from ..partial_files import appearing, remove_stale
+
+if TYPE_CHECKING:
+    from ..backends.base import LanguageModel
 
 FORMAT = "rsrank-prefix-4"
 
@@ -24,8 +28,6 @@ FORMAT = "rsrank-prefix-4"
 LARGEST_SCALE = 65504
 
 DIGEST_BYTES = 32
-
-Numbers = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,16 @@ class PackedPrefix:
         scales = cast(scales, "float16")
         codes = (states / cast(scales, "float32")).round().clip(-127, 127)
         return cls(to_numpy(cast(codes, "int8")), to_numpy(scales), to_numpy(prefix.pooled))
+
+    @staticmethod
+    def size(length: int, model: "LanguageModel") -> int:
+        """Bytes of the packed prefix of a document with so many positions."""
+        layers = model.last_layer - model.fusion_layer
+        size = length * 2 * layers * model.num_heads * (model.head_dim + 2)
+        if model.fusion_layer:
+            windows = similarity_windows(length, model.similarity_window)
+            size += 4 * len(windows) * model.hidden_size
+        return size
 
     def unpack(self, device: Any, dtype: Any) -> Prefix:
         """The prefix on a device, with keys and values in this dtype, of numpy or of torch."""

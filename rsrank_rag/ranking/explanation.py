@@ -25,8 +25,8 @@ class Explanation:
         layers: The L backbone layers read.
         parts: Shift terms, (T, L) nested tuples, each summed over heads and divided by T.
         head_parts: Shift terms, (T, L, H) nested tuples, the same per KV head.
-        agreement: The sum of the similarity terms, with the bias; 0 without a fusion layer.
-        matches: The MaxSim term of each query token, (T,), which is part of ``agreement``; empty
+        similarity: The sum of the similarity terms, with the bias; 0 without a fusion layer.
+        matches: The MaxSim term of each query token, (T,), which is part of ``similarity``; empty
             without a fusion layer.
         similarity_window: Start and end, in characters of the document, of the similarity window
             that the similarity terms are of; None for the whole document.
@@ -40,7 +40,7 @@ class Explanation:
     layers: tuple[int, ...]
     parts: tuple[tuple[float, ...], ...]
     head_parts: tuple[tuple[tuple[float, ...], ...], ...]
-    agreement: float = 0.0
+    similarity: float = 0.0
     matches: tuple[float, ...] = ()
     similarity_window: tuple[int, int] | None = None
 
@@ -71,10 +71,10 @@ class Explanation:
     def __str__(self) -> str:
         labels, terms = self.columns()
         totals = terms.sum(0).tolist()
-        if self.agreement:
+        if self.similarity:
             # The similarity terms of the whole query.
             labels.append("whole")
-            totals.append(self.agreement - math.fsum(self.matches))
+            totals.append(self.similarity - math.fsum(self.matches))
         # A token may be a line break.
         names = [*(repr(token)[1:-1] for token in self.tokens), "score"]
         width = max(map(len, names))

@@ -32,15 +32,12 @@ class Pair:
             documents that are read whole.
         reading: How the document is read. `score_in_parts` and the service use it; rerankers read
             documents whole.
-        cut_query: For the service only: read the first and the last part of a query that is too
-            long, instead of raising an error.
     """
 
     query: str
     document: str
     max_tokens: int | None = None
     reading: Reading = WHOLE
-    cut_query: bool = True
 
 
 def score_in_parts(
@@ -137,7 +134,7 @@ def cut(pair: Pair, section: Span, token_ends: TokenEnds) -> list[Span]:
     start, stop = section
     text = pair.document[start:stop]
     if pair.reading.extract:
-        parts = sentences(text, 0 if start else len(pair.reading.heading_of(text)))
+        parts = sentences(text)
     else:
         ends, limit = token_ends(text)
         if len(text) == len(pair.document) and len(ends) <= limit:

@@ -26,7 +26,6 @@ class RankedDocument:
         truncated: Whether the model did not read all of it, because it was too long.
         window: The best window; None for a document that fits.
         excerpts: The sentences that are kept, in their order.
-        heading: The document's first line, if it is a heading that is kept with the sentences.
         weak: Whether the fallback kept it: no document of the list scored above the threshold.
         id: The document's id, if it came with one.
         metadata: The document's metadata, if it came with some.
@@ -38,17 +37,14 @@ class RankedDocument:
     truncated: bool = False
     window: Window | None = None
     excerpts: tuple[Excerpt, ...] = ()
-    heading: str = ""
     weak: bool = False
     id: Any = None
     metadata: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     @property
     def extract(self) -> str:
-        """The heading and the sentences that are kept; the whole text without ``excerpts``."""
-        if not self.excerpts:
-            return self.text
-        return self.heading + joined(self.text, self.excerpts)
+        """The sentences that are kept; the whole text without ``excerpts``."""
+        return joined(self.text, self.excerpts) if self.excerpts else self.text
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +260,7 @@ def _with_excerpts(
         nearest_hit = hits[bisect_left(hits, place - reading.context)]
         if nearest_hit <= place + reading.context:
             kept.append(sentence)
-    return replace(document, excerpts=tuple(kept), heading=reading.heading_of(document.text))
+    return replace(document, excerpts=tuple(kept))
 
 
 def blanks_last(documents: Sequence[str], scored: Sequence[Scored]) -> list[Scored]:

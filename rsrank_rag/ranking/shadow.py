@@ -7,12 +7,10 @@ from dataclasses import replace
 
 from pydantic import BaseModel
 
+from ..texts import CHARACTERS_PER_TOKEN
 from .results import RankedDocument, RankResult
 
 logger = logging.getLogger("rsrank_rag.shadow")
-
-# English has about 4.5 characters a token.
-CHARACTERS_PER_TOKEN = 4
 
 
 class Document(BaseModel):

@@ -9,6 +9,7 @@ from typing import Any, Literal, TypedDict
 from typing_extensions import Self
 
 from ..errors import InputError, check_choice, check_count
+from ..texts import CHARACTERS_PER_TOKEN, encodable
 
 Span = tuple[int, int]
 """A part of a text: its first character, and the first character after it."""
@@ -25,8 +26,8 @@ CHUNK = 4_000
 SECTION = 20_000
 
 # A section has at least so many characters for each token of a window, so that it holds several
-# windows. English has about 4.5 characters a token.
-SECTION_PER_TOKEN = 16
+# windows.
+SECTION_PER_TOKEN = 4 * CHARACTERS_PER_TOKEN
 
 # Characters of a document that are read in windows or sentences: some 40 pages. One core reads them
 # with `mini` in about 15 s.
@@ -49,7 +50,6 @@ class ReadingOptions(TypedDict, total=False):
 
     extract: Literal["sentences"] | None
     context: int
-    heading: bool
     long_documents: LongDocuments | None
     max_characters: int | None
 
@@ -62,8 +62,6 @@ class Reading:
         extract: "sentences": score each sentence by itself, and keep those above the threshold
             instead of whole documents. A document without one is dropped.
         context: Keep also this many sentences before and after each kept sentence.
-        heading: The first line of each document is a heading. It is not scored, and is kept if a
-            sentence of the document is kept.
         long_documents: "windows": read a document that is too long for the model in overlapping
             windows; the best one's score counts. "cut": read its beginning. Sentences that are too
             long are always cut.
@@ -76,7 +74,6 @@ class Reading:
 
     extract: Literal["sentences"] | None = None
     context: int = 0
-    heading: bool = False
     long_documents: LongDocuments = "cut"
     max_characters: int | None = MAX_CHARACTERS
 
@@ -86,8 +83,8 @@ class Reading:
         check_count("context", self.context, 0)
         if self.max_characters is not None:
             check_count("max_characters", self.max_characters, 1)
-        if self.extract is None and (self.context or self.heading):
-            raise InputError("context and heading have no effect without extract='sentences'.")
+        if self.extract is None and self.context:
+            raise InputError("context has no effect without extract='sentences'.")
 
     @classmethod
     def of(cls, options: ReadingOptions, default: LongDocuments = "cut") -> Self:
@@ -105,10 +102,6 @@ class Reading:
     def in_windows(self) -> bool:
         """Whether documents that are too long are read in windows."""
         return self.extract is None and self.long_documents == "windows"
-
-    def heading_of(self, document: str) -> str:
-        """The heading at a document's beginning, with its line break; empty without ``heading``."""
-        return document[: document.find("\n") + 1] if self.heading else ""
 
 
 WHOLE = Reading()
@@ -137,8 +130,8 @@ class Window:
     count: int
 
 
-def sentences(text: str, begin: int = 0) -> list[Span]:
-    r"""Spans of the sentences from ``begin`` on, in order, without white space around them.
+def sentences(text: str) -> list[Span]:
+    r"""Spans of the sentences, in order, without white space around them.
 
     Together they hold everything but white space.
 
@@ -151,6 +144,7 @@ def sentences(text: str, begin: int = 0) -> list[Span]:
     # sentencex fails on white space of several bytes.
     plain = encodable(re.sub(r"[^\S\r\n]", " ", text))
     spans: list[Span] = []
+    begin = 0
     while begin < len(text):
         # "en" for all languages: the marks that end a sentence are those of all languages, and
         # only abbreviations differ.
@@ -192,14 +186,6 @@ def sections(text: str, window_tokens: int = 0) -> list[Span]:
         start = stop
     spans.append((start, len(text)))
     return spans
-
-
-def encodable(text: str) -> str:
-    """A text of the same length, with U+FFFD for each half of a surrogate pair.
-
-    JSON can spell such halves, and no encoding can.
-    """
-    return text if text.isascii() else re.sub("[\ud800-\udfff]", "\ufffd", text)
 
 
 def stripped(text: str, start: int, stop: int) -> Span:

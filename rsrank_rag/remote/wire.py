@@ -9,8 +9,9 @@ from typing import Any
 from pydantic import BaseModel, Field, ValidationError
 
 from ..errors import RemoteError, problems_of
-from ..reading.parts import Excerpt, Window, encodable
+from ..reading.parts import Excerpt, Window
 from ..reranker import Fallback, RankCall, Scored
+from ..texts import encodable
 
 
 class _Row(BaseModel, strict=True):
@@ -39,7 +40,6 @@ def request_body(model: str | None, call: RankCall) -> bytes:
         # The places of windows and sentences count characters, so the length of a text stays.
         "query": encodable(call.query),
         "documents": [encodable(text) for text in call.texts],
-        "long_queries": call.options.get("long_queries", "cut"),
         # These are sent because the service may have other defaults. Documents are dropped here.
         "threshold": None,
         "normalize": False,

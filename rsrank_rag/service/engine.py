@@ -77,14 +77,11 @@ class Engine:
         ]
 
     def _fitting(self, tasks: Sequence[Task]) -> list[Pair]:
-        """The tasks' pairs. A query that is too long is cut if its pair allows it."""
-        pairs = [task.pair for task in tasks]
-        fitting = {}
-        for query in {pair.query for pair in pairs if pair.cut_query}:
+        """The tasks' pairs, with queries that fit the model."""
+        fitting = {task.pair.query: "" for task in tasks}
+        for query in fitting:
             fitting[query] = self.reranker.fit_query(query)
-        return [
-            replace(pair, query=fitting[pair.query]) if pair.cut_query else pair for pair in pairs
-        ]
+        return [replace(task.pair, query=fitting[task.pair.query]) for task in tasks]
 
 
 def _halved(work: Callable[[Sequence[Task]], list[Any]], tasks: Sequence[Task]) -> list[Any]:

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, replace
 
 from ..ranking.pairs import combined, parts_of, sections_of
 from ..reading.parts import Span
-from ..reranker import CHARACTERS_PER_TOKEN, Pair
+from ..reranker import Pair
+from ..texts import CHARACTERS_PER_TOKEN
 from .messages import Budget, Outcome, Parts, ServiceError, Task
 
 # Characters that are cut in the time in which the model runs one token: about those of `mini` on
@@ -207,7 +208,7 @@ class WorkQueue:
     def _add_parts(self, item: QueueItem, parts: Parts) -> None:
         request, pair = item.request, item.pair
         request.query_truncated |= parts.query != pair.query
-        fitting = replace(pair, query=parts.query, cut_query=False)
+        fitting = replace(pair, query=parts.query)
         items = []
         for part, span, cost in zip(
             parts_of(fitting, parts.spans), parts.spans, parts.costs, strict=True

@@ -94,7 +94,7 @@ def estimate(
         passes = tuning.folds * len(tuning.penalties) * tuning.iterations
         last_layer = base.layers[-1]
         layers = len(base.layers)
-    config, tokenizer = model or _read_model(name, part.trust_remote_code)
+    config, tokenizer = model or _read_model(name)
     text = config.get_text_config()
     last_layer = last_layer or text.num_hidden_layers - 1
     with torch.device("meta"):
@@ -116,7 +116,7 @@ def estimate(
         rows += len(documents) * min(tokenised.length, most_tokens or tokenised.length)
     stored = rows * (layers or last_layer) * value_size
     options = part.load_options()
-    bits = {"int8": 8, "nf4": 4}.get(options.weights or "", 8 * options.resolved_dtype().itemsize)
+    bits = {"int8": 8, "nf4": 4}.get(options.quantised or "", 8 * options.resolved_dtype().itemsize)
     operations = FORWARD * run_weights * tokens + TRAINING * stored * dimension * passes
     return Estimate(
         queries=len(queries),
@@ -128,11 +128,10 @@ def estimate(
     )
 
 
-def _read_model(name: str, trust_remote_code: bool) -> tuple[Any, Any]:
-    arguments = {"local_files_only": True, "trust_remote_code": trust_remote_code}
+def _read_model(name: str) -> tuple[Any, Any]:
     try:
-        config = transformers.AutoConfig.from_pretrained(name, **arguments)
-        return config, transformers.AutoTokenizer.from_pretrained(name, **arguments)
+        config = transformers.AutoConfig.from_pretrained(name, local_files_only=True)
+        return config, transformers.AutoTokenizer.from_pretrained(name, local_files_only=True)
     except LOAD_ERRORS as error:
         raise BackboneError(
             f"The config and the tokenizer of {name} are not on this machine: {error}. Download "

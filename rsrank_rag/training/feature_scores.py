@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ..errors import InputError
 from ..evaluation.metrics import ScoredQuery
-from ..method.formula import combine, shift_terms
+from ..method.formula import combine, shift_terms, token_mean
 from .store import QueryFeatures
 
 # Queries at a time, where nothing else is set.
@@ -110,7 +110,7 @@ def batch_scores(
     oracles = []
     parts = torch.split(terms.sum((0, 1)), lengths)
     for query, rows in zip(batch.queries, parts, strict=True):
-        means = rows.view(-1, query.tokens).mean(1)
+        means = token_mean(rows.view(-1, query.tokens), rows.new_tensor([query.tokens]))
         scores.append(means[: len(query.relevant)])
         oracles.append(means[len(query.relevant) :])
     shift_scores = pad_sequence(scores, batch_first=True)

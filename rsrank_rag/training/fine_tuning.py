@@ -24,7 +24,7 @@ from torch.nn.functional import softplus
 from ..backends.torch.projection import Projection
 from ..evaluation.metrics import ScoredQuery
 from ..evaluation.statistics import folds
-from ..method.formula import shift_terms
+from ..method.formula import shift_terms, token_mean
 from .feature_scores import (
     BATCH_QUERIES,
     batch_scores,
@@ -163,8 +163,9 @@ def fine_tuning_loss(scores: Tensor, relevant: Tensor, irrelevant: Tensor) -> Te
 def _with_cosines(query: QueryFeatures, weight: Tensor) -> QueryFeatures:
     """A query's features with the mean over its tokens of B's cosines as shifts, D = T = 1."""
     cosines = shift_terms(query.shifts.to(weight.device).float(), weight)
-    means = cosines.reshape(*cosines.shape[:2], -1, query.tokens).mean(3, keepdim=True)
-    return replace(query, shifts=means, tokens=1)
+    by_token = cosines.reshape(*cosines.shape[:2], -1, query.tokens)
+    means = token_mean(by_token, cosines.new_tensor([query.tokens]))
+    return replace(query, shifts=means[..., None], tokens=1)
 
 
 class _Tuner:

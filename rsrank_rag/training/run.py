@@ -16,8 +16,7 @@ from tqdm.auto import tqdm
 from ..artifact import hub
 from ..artifact.config import RSRankConfig, TrainingRecord, content_digest
 from ..artifact.identity import describe, folder_of, hashes
-from ..artifact.pretrained import open_model, open_on_torch
-from ..backends.options import ModelSource
+from ..artifact.loading import open_model, open_on_torch
 from ..backends.torch.backbone import Backbone
 from ..backends.torch.projection import Projection
 from ..backends.torch.weights import bits_of
@@ -174,10 +173,10 @@ class TrainingRun:
         if recipe.base is not None:
             folder = hub.resolve(recipe.base, part.revision)
             config = hub.read_config(folder)
-            if not options.dtype and options.runtime_for(config.backbone.model_type) == "onnx":
+            if not options.dtype and options.on_onnx(config.backbone.model_type):
                 # The artifact will run on ONNX Runtime, which has no bfloat16.
                 options = options.model_copy(update={"dtype": "float32"})
-            source = ModelSource(recipe.base, part.revision, options, max_length=part.max_length)
+            source = options.source(recipe.base, part.revision, max_length=part.max_length)
             core, prompts, projection = open_on_torch(source, folder, config)
             return _Model(core, prompts, config, projection, folder)
         core, prompts = open_model(

@@ -229,7 +229,7 @@ def tune(
             output,
             config,
             ranker.projection,
-            hub.resolve(source.name, source.revision, source.load),
+            hub.resolve(source.name, source.revision, source),
         )
         return tuned
     tuned_rule = systems.TunedRule(

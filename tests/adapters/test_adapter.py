@@ -131,7 +131,7 @@ def test_adapters_are_made_and_written_down_without_torch():
     code = """
 import sys, json, pickle
 from rsrank_rag import RSRankCompressor, RSRankPostprocessor
-compressor = RSRankCompressor(model="some/where", device="cuda", load_in_8bit=True)
+compressor = RSRankCompressor(model="some/where", device="cuda", dtype="nf4")
 made = [compressor, RSRankPostprocessor(top_n=3)]
 made[0].compress_documents([], "nothing"), made[1].postprocess_nodes([], query_str="nothing")
 pickle.dumps(made), [m.model_dump() for m in made]
@@ -246,10 +246,6 @@ def test_a_model_object_is_shared_by_copies_but_never_written_down(adapter):
         ({"top_n": "3"}, "top_n"),
         ({"threshold": True}, "threshold"),
         ({"threshold": "naive"}, "threshold"),
-        (
-            {"load_in_8bit": True, "load_in_4bit": True},
-            "load_in_8bit and load_in_4bit exclude each other",
-        ),
     ],
 )
 def test_a_setting_that_makes_no_sense_is_refused(adapter, settings, message):
@@ -342,11 +338,11 @@ def test_equal_settings_share_one_model_which_loads_at_first_use(artifact, loads
     models = [model_of(made) for made in adapters]
     assert loads == [str(artifact)]
     assert all(model is models[0] for model in models)
-    other = RSRankCompressor(model=artifact, device="cpu", dtype="float32", max_length=64)
+    other = RSRankCompressor(model=artifact, device="cpu", dtype="float32", cache_size=0)
     assert model_of(other) is not models[0]
     assert len(loads) == 2
     pytest.importorskip("bitsandbytes")
-    rounded = RSRankCompressor(model=artifact, device="cpu", dtype="float32", load_in_8bit=True)
+    rounded = RSRankCompressor(model=artifact, device="cpu", dtype="int8")
     assert bits_of(model_of(rounded).backbone.model) == 8
     assert len(loads) == 3
 
@@ -486,7 +482,7 @@ async def test_a_cancelled_call_that_runs_ends_before_its_next_batch(adapter, ra
         assert gate.wait(60)
         return score_rows(reader, projection, batch)
 
-    monkeypatch.setattr("rsrank_rag.rsrank.score_rows", gated)
+    monkeypatch.setattr("rsrank_rag.method.scoring.score_rows", gated)
     call = asyncio.create_task(scores(made, QUERY, DOCUMENTS))
     await until_async(begun.is_set)
     call.cancel()
@@ -512,9 +508,7 @@ def test_a_forked_process_can_go_on_using_an_adapter():
 
 
 def test_limits_of_a_call_replace_those_of_the_adapter_one_by_one():
-    made = RerankerAdapter(
-        model=Overlap(), threshold=1.0, top_n=3, heading=True, extract="sentences"
-    )
+    made = RerankerAdapter(model=Overlap(), threshold=1.0, top_n=3, extract="sentences")
 
     def limits_of(adapter, **limits):
         options = adapter._options(limits)
@@ -531,10 +525,8 @@ def test_limits_of_a_call_replace_those_of_the_adapter_one_by_one():
         "top_n": 3,
         "extract": "sentences",
         "context": 0,
-        "heading": True,
         "long_documents": None,
         "max_characters": 100_000,
-        "long_queries": "cut",
         "metadata_fields": ("title",),
         "scores": "raw",
     }
@@ -573,15 +565,16 @@ async def test_the_threshold_of_a_reranker_and_of_a_service_is_the_default_and_a
 
 
 def test_options_of_loading_are_one_declaration():
-    chosen = LoadOptions(device="cpu", dtype="float32", load_in_4bit=True, token="hf_secret")
-    assert chosen.weights == "nf4"
-    assert "hf_secret" not in repr(ModelSource("mini", load=chosen))
-    assert RSRankCompressor(device="cpu", load_in_8bit=True)._source().load == LoadOptions(
-        device="cpu", load_in_8bit=True
+    chosen = LoadOptions(device="cpu", dtype="nf4", token="hf_secret")
+    assert chosen.quantised == "nf4"
+    assert "hf_secret" not in repr(chosen.source("mini"))
+    assert RSRankCompressor(device="cpu", dtype="int8")._source() == ModelSource(
+        device="cpu", dtype="int8"
     )
 
 
-def test_an_adapter_takes_every_system_by_the_name_it_is_measured_by(tmp_path, loads):
+def test_an_adapter_takes_every_system_by_the_name_it_is_measured_by(tmp_path, loads, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     pytest.importorskip("bm25s")
     made = RerankerAdapter(model="bm25", top_n=1)
     assert made._rank(QUERY, DOCUMENTS, {}).texts == DOCUMENTS[:1]
@@ -589,7 +582,7 @@ def test_an_adapter_takes_every_system_by_the_name_it_is_measured_by(tmp_path, l
         ({"model": "bm25", "cache_size": "1MB"}, InputError, "cache_size would have no effect"),
         ({"model": "cross-encoder"}, InputError, "Write cross-encoder:NAME"),
         (
-            {"model": "BAAI/bge-reranker-base", "local_files_only": True},
+            {"model": "BAAI/bge-reranker-base"},
             ArtifactError,
             "cross-encoder:BAAI/bge-rera",
         ),
@@ -809,10 +802,10 @@ def test_the_key_may_come_from_the_environment_after_unpickling(adapter, service
     ("settings", "message"),
     [
         (
-            {"base_url": "http://a", "device": "cpu", "load_in_8bit": True},
-            "so device, load_in_8bit would have no effect",
+            {"base_url": "http://a", "device": "cpu", "dtype": "int8"},
+            "so device, dtype would have no effect",
         ),
-        ({"base_url": "http://a", "load_in_8bit": True}, "so load_in_8bit would have no effect"),
+        ({"base_url": "http://a", "dtype": "int8"}, "so dtype would have no effect"),
         ({"base_url": "http://a", "cache_size": 0}, "so cache_size would have no effect"),
         ({"base_url": "http://a", "revision": "v1"}, "The service loads the model, so revision"),
         (

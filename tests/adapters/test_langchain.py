@@ -155,13 +155,6 @@ def test_a_subclass_of_document_keeps_its_class_and_fields(compressor):
     assert found.state == {"embedded": [1.0]}
 
 
-def test_the_score_key_can_be_chosen():
-    found = RSRankCompressor(model=Numbers(), score_key="rsrank").compress_documents(
-        documents(1), "q"
-    )
-    assert found[0].metadata == {"page": 0, "rsrank": 1.0}
-
-
 @both_ways
 async def test_no_documents_need_no_model(asynchronous):
     assert await compress(RSRankCompressor(model="no/such-model"), asynchronous, [], "q") == []

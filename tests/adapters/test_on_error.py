@@ -147,15 +147,13 @@ async def test_whatever_a_local_model_raises_is_kept_with_its_name(
 
 @both
 @both_ways
-async def test_a_question_that_is_too_long_is_cut_with_a_warning_or_refused(
+async def test_a_question_that_is_too_long_is_cut_with_a_warning(
     adapter, asynchronous, ranker, caplog, monkeypatch
 ):
     monkeypatch.setitem(globals(), "QUERY", f"{QUERY} " * 1000)
     found = await process(adapter(model=ranker, threshold=None), asynchronous)
     assert len(found) == len(DOCUMENTS)
     assert "its first and its last part were read" in caplog.text
-    with pytest.raises(InputError, match="Shorten the query"):
-        await process(adapter(model=ranker, threshold=None, long_queries="error"), asynchronous)
 
 
 @both

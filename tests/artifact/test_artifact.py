@@ -40,9 +40,9 @@ from rsrank_rag.artifact.card import model_card
 from rsrank_rag.artifact.config import BackboneSpec, RSRankConfig, TrainingRecord
 from rsrank_rag.artifact.identity import check_files, hashes
 from rsrank_rag.backends import tokenizer_file
-from rsrank_rag.backends.options import LoadOptions
+from rsrank_rag.backends.options import LoadArguments, LoadOptions, ModelSource
 from rsrank_rag.backends.torch.projection import Projection
-from rsrank_rag.errors import ArtifactError, BackboneError, MissingDependencyError
+from rsrank_rag.errors import ArtifactError, BackboneError, InputError, MissingDependencyError
 from rsrank_rag.method.template import Template
 
 
@@ -568,7 +568,7 @@ def test_on_torch_a_rebuilt_artifact_ends_no_process(tmp_path):
             edited("config.json", lambda content: content.update(layer_norm_eps="small")),
         )
     ):
-        refusal(load, rebuilt(tmp_path / str(number), change), runtime="torch")
+        refusal(load, rebuilt(tmp_path / str(number), change), dtype="bfloat16")
 
 
 def test_the_recorded_value_vectors_of_mini_are_those_of_its_encoder():
@@ -1163,10 +1163,15 @@ def test_the_error_of_a_missing_package_gives_the_pip_command():
     assert str(error) == ("It needs that. Install with: pip install '.[eval]' (in a clone).")
 
 
-@pytest.mark.parametrize("runtime", ["torch", "onnx"])
-def test_a_length_of_zero_is_an_error_and_not_the_default(runtime):
-    with pytest.raises(RSRankError, match="max_length=0 leaves no room"):
-        RSRank.from_pretrained("mini", device="cpu", runtime=runtime, max_length=0)
+def test_a_length_of_zero_is_an_error_and_not_the_default():
+    with pytest.raises(InputError, match=r"max_length: .* greater than or equal to 1"):
+        RSRank.from_pretrained("mini", max_length=0)
+
+
+def test_a_misspelt_argument_of_loading_is_named_with_the_one_that_was_meant():
+    with pytest.raises(TypeError, match=r"no argument 'cache_sise'\. Did you mean 'cache_size'"):
+        RSRank.from_pretrained("mini", cache_sise=0)
+    assert LoadArguments.__annotations__.keys() | {"name"} == ModelSource.model_fields.keys()
 
 
 def test_an_artifact_that_records_fewer_values_belongs_to_no_model(folder):

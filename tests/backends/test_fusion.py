@@ -16,6 +16,7 @@ from conftest import (
     QUERY,
     STORIES,
     kv_heads,
+    on_torch,
     score_many,
     unkept,
 )
@@ -222,14 +223,14 @@ def test_a_trained_decoder_agrees_with_the_reference(stories):
 def test_parts_and_agreement_add_up_to_the_score(kind, window, fused, tiny_folder):
     ranker = fused(kind, window)
     found = ranker.explain(QUERY, DOCUMENTS[0])
-    assert sum(map(sum, found.parts)) + found.agreement == pytest.approx(found.score, abs=1e-6)
+    assert sum(map(sum, found.parts)) + found.similarity == pytest.approx(found.score, abs=1e-6)
     assert found.score == pytest.approx(ranker.score(QUERY, DOCUMENTS[:1])[0], abs=1e-5)
     _, agreement, matches = Reference(ranker, tiny_folder(kind)).score(QUERY, DOCUMENTS[0])
-    assert found.agreement == pytest.approx(agreement, abs=1e-5)
+    assert found.similarity == pytest.approx(agreement, abs=1e-5)
     assert found.matches == pytest.approx(matches, abs=1e-5)
     for part in (
         sum(found.matches),
-        found.agreement - sum(found.matches),
+        found.similarity - sum(found.matches),
     ):  # of tokens, and of the whole query
         assert f"{part:+.2f}" in str(found).splitlines()[len(found.tokens) + 1]
     assert [line.split()[-1] for line in str(found).splitlines()[1 : len(found.tokens) + 1]] == [
@@ -339,8 +340,7 @@ def test_entries_of_other_fusion_layers_or_windows_are_never_found(
 def test_everything_survives_saving(include, fused, tmp_path):
     own = fused("bert", 8, 6)
     own.save_pretrained(tmp_path, include_backbone=include)
-    load = {"runtime": "torch", "device": "cpu", "dtype": "float32"}
-    again = RSRank.from_pretrained(tmp_path, cache_size=0, **load)
+    again = on_torch(tmp_path, cache_size=0)
     config = again.config
     assert (config.fusion_layer, config.similarity_window, config.attention_window) == (
         FUSION,

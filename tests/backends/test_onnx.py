@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import DOCUMENTS, ENCODER, QUERIES, QUERY, random_projection
+from conftest import on_torch as load_on_torch
 
 from rsrank_rag import RSRank
 from rsrank_rag.backends.onnx import session as onnx_runtime
@@ -49,18 +50,18 @@ def scores_of(ranker, pairs):
 @pytest.fixture(scope="module")
 def exact():
     """`mini` in float32 on ONNX Runtime."""
-    return RSRank.from_pretrained(runtime="onnx", dtype="float32")
+    return RSRank.from_pretrained(dtype="float32")
 
 
 @pytest.fixture(scope="module")
 def rounded():
     """`mini` as it is by default: documents in int8."""
-    return RSRank.from_pretrained(runtime="onnx")
+    return RSRank.from_pretrained()
 
 
 @pytest.fixture(scope="module")
 def on_torch():
-    return RSRank.from_pretrained(runtime="torch", device="cpu", dtype="float32")
+    return load_on_torch()
 
 
 def test_both_runtimes_give_mini_the_same_scores_parts_and_windows(exact, on_torch):
@@ -71,7 +72,7 @@ def test_both_runtimes_give_mini_the_same_scores_parts_and_windows(exact, on_tor
     assert mine.tokens == other.tokens
     np.testing.assert_allclose(mine.head_parts, other.head_parts, rtol=0, atol=1e-4)
     np.testing.assert_allclose(mine.matches, other.matches, rtol=0, atol=1e-4)
-    assert mine.score == pytest.approx(np.sum(mine.parts) + mine.agreement, abs=1e-6)
+    assert mine.score == pytest.approx(np.sum(mine.parts) + mine.similarity, abs=1e-6)
     long = " ".join(PASSAGES * 12)
     for options in ({"long_documents": "windows"}, {"extract": "sentences"}):
         results = [r.rank(DANCE, [long, *PASSAGES], **options).kept for r in (exact, on_torch)]
@@ -93,7 +94,7 @@ def test_any_encoder_of_bert_s_kind_scores_as_on_torch(fusion, dtype, tiny_folde
     )
     made.save_pretrained(tmp_path / "artifact", include_backbone=True)
     pairs = [(query, document) for query in QUERIES for document in DOCUMENTS]
-    found = RSRank.from_pretrained(tmp_path / "artifact", runtime="onnx", dtype=dtype)
+    found = RSRank.from_pretrained(tmp_path / "artifact", dtype=dtype)
     expected = scores_of(made, pairs)
     differences = np.abs(scores_of(found, pairs) - expected)
     # Random weights are rounded more than trained ones.
@@ -110,7 +111,7 @@ def test_a_score_in_int8_is_the_same_in_every_way_and_near_float32(rounded, exac
         "in another order": rounded.score(DANCE, PASSAGES[::-1])[::-1],
         "among others": scores_of(rounded, PAIRS)[: len(PASSAGES)],
     }
-    cold = RSRank.from_pretrained(runtime="onnx", cache_size=0)
+    cold = RSRank.from_pretrained(cache_size=0)
     ways["cold, one by one"] = [cold.score(DANCE, [passage])[0] for passage in PASSAGES]
     long = " ".join(PASSAGES)
     ways["beside a longer one"] = cold.score(DANCE, [*PASSAGES, long])[:-1]
@@ -146,14 +147,14 @@ def test_few_tokens_of_documents_run_together_however_large_the_batch(rounded, m
 
 
 def test_prefixes_on_disk_are_read_again_and_are_not_those_of_torch(tmp_path):
-    first = RSRank.from_pretrained(runtime="onnx", cache_folder=tmp_path)
+    first = RSRank.from_pretrained(cache_folder=tmp_path)
     assert first.index(PASSAGES) == len(PASSAGES)
-    second = RSRank.from_pretrained(runtime="onnx", cache_folder=tmp_path)
+    second = RSRank.from_pretrained(cache_folder=tmp_path)
     scores = second.score(DANCE, PASSAGES)
     assert second.stats()["disk_hits"] == len(PASSAGES)
     np.testing.assert_allclose(first.score(DANCE, PASSAGES), scores, rtol=0, atol=NEIGHBOURS)
     # Both runtimes write one format. Their numbers differ in the last digits, so the keys do.
-    other = RSRank.from_pretrained(runtime="torch", device="cpu", cache_folder=tmp_path)
+    other = load_on_torch(cache_folder=tmp_path)
     ids = second.prompts.documents(PASSAGES[:1], 0)[0].ids
     key = second.cache.key(ids)
     assert other.cache.key(ids) != key
@@ -164,7 +165,7 @@ def test_prefixes_on_disk_are_read_again_and_are_not_those_of_torch(tmp_path):
 FORKED = """
 import os
 from rsrank_rag import RSRank
-ranker = RSRank.from_pretrained(runtime="onnx")
+ranker = RSRank.from_pretrained()
 before = ranker.score("a query", ["a document"])
 child = os.fork()
 if not child:
@@ -213,19 +214,18 @@ def test_a_constant_is_handed_over_beside_the_graph_and_a_small_one_in_it():
 
 @pytest.mark.parametrize(
     "options",
-    [{"device": "cuda"}, {"dtype": "bfloat16"}, {"load_in_8bit": True}],
+    [{"device": "cuda"}, {"dtype": "bfloat16"}, {"dtype": "nf4"}],
 )
-def test_what_only_torch_can_do_is_refused_with_the_pip_command(options):
+def test_what_only_torch_can_do_is_refused_with_the_pip_command(options, monkeypatch):
+    monkeypatch.setattr("rsrank_rag.backends.options.find_spec", lambda name: None)
     with pytest.raises(InputError, match=re.escape(pip_install("lm"))):
-        RSRank.from_pretrained(runtime="onnx", **options)
+        RSRank.from_pretrained(**options)
 
 
 def test_an_artifact_that_onnx_runtime_saved_scores_the_same_on_both_runtimes(exact, tmp_path):
     exact.save_pretrained(tmp_path / "copy")
-    for runtime in ("onnx", "torch"):
-        copy = RSRank.from_pretrained(
-            tmp_path / "copy", runtime=runtime, device="cpu", dtype="float32"
-        )
+    for load in (RSRank.from_pretrained, load_on_torch):
+        copy = load(tmp_path / "copy", device="cpu", dtype="float32")
         assert copy.score(DANCE, PASSAGES) == pytest.approx(exact.score(DANCE, PASSAGES), abs=1e-4)
 
 
@@ -239,16 +239,12 @@ def test_the_calibration_run_has_the_same_tokens_every_time_within_the_template(
     assert len(np.unique(ids[:, first:last])) > 32 * 14 / 2
 
 
-def test_a_decoder_needs_torch_and_the_error_gives_the_pip_command(ranker, tmp_path):
+def test_a_decoder_needs_torch_and_the_error_gives_the_pip_command(ranker, tmp_path, monkeypatch):
+    monkeypatch.setattr("rsrank_rag.backends.options.find_spec", lambda name: None)
     ranker.save_pretrained(tmp_path / "decoder", include_backbone=True)
     message = f"'qwen3'.*{re.escape(pip_install('lm'))}"
     with pytest.raises(MissingDependencyError, match=message):
-        RSRank.from_pretrained(tmp_path / "decoder", runtime="onnx")
-
-
-def test_an_unknown_runtime_is_refused():
-    with pytest.raises(InputError, match="runtime: Input should be 'torch' or 'onnx'"):
-        RSRank.from_pretrained(runtime="tensorrt")
+        RSRank.from_pretrained(tmp_path / "decoder")
 
 
 def test_a_changed_or_damaged_encoder_is_refused(fused, tmp_path):
@@ -259,7 +255,7 @@ def test_a_changed_or_damaged_encoder_is_refused(fused, tmp_path):
     with pytest.raises(
         ArtifactError, match=r"model\.safetensors changed since this artifact was made"
     ):
-        RSRank.from_pretrained(folder, runtime="onnx")
+        RSRank.from_pretrained(folder)
 
 
 def test_memory_that_runs_out_halves_the_batch(exact, monkeypatch):
@@ -308,19 +304,17 @@ def test_the_number_of_threads_is_that_of_openmp(monkeypatch):
         ("bert", {"dtype": "int8"}, "onnx"),
         ("bert", {"device": "cuda"}, "torch"),
         ("bert", {"device": "mps"}, "torch"),
-        ("bert", {"load_in_8bit": True}, "torch"),
-        ("bert", {"runtime": "torch"}, "torch"),
+        ("bert", {"dtype": "nf4"}, "torch"),
         ("qwen3", {}, "torch"),
-        ("qwen3", {"runtime": "onnx"}, "onnx"),
     ],
 )
 def test_onnx_runtime_is_the_default_for_encoders_unless_a_gpu_is_named(kind, options, runtime):
-    assert LoadOptions(**options).runtime_for(kind) == runtime
+    assert LoadOptions(**options).on_onnx(kind) == (runtime == "onnx")
 
 
 def test_onnx_runtime_is_the_default_where_there_is_no_torch(monkeypatch):
     monkeypatch.setattr("rsrank_rag.backends.options.find_spec", lambda name: None)
-    assert LoadOptions().runtime_for("qwen3") == "onnx"
+    assert LoadOptions().on_onnx("qwen3")
     assert LoadOptions().onnx_dtype(int8=True) == "int8"
     assert RSRank.from_pretrained().score(QUERY, DOCUMENTS)
 
@@ -328,8 +322,3 @@ def test_onnx_runtime_is_the_default_where_there_is_no_torch(monkeypatch):
 def test_an_encoder_that_the_user_named_is_checked_by_a_run_on_torch(fused):
     named = RSRank.from_pretrained(fused, backbone=fused / "backbone", device="cpu")
     assert isinstance(named.backbone, Backbone)
-
-
-def test_torch_refuses_int8_and_says_what_computes_in_it():
-    with pytest.raises(InputError, match="'int8' is for encoders"):
-        LoadOptions(device="cpu", dtype="int8").resolved_dtype()

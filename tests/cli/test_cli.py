@@ -206,8 +206,8 @@ def test_parts_agreement_and_matches_of_the_built_in_model_add_up_to_the_score()
         "Bees find flowers by their colour.",
     )
     found = json.loads(run(*asked, "-m", "mini", "--dtype", "float32", "--json").stdout)
-    assert abs(found["agreement"]) > 0.1
-    assert sum(map(sum, found["parts"])) + found["agreement"] == pytest.approx(
+    assert abs(found["similarity"]) > 0.1
+    assert sum(map(sum, found["parts"])) + found["similarity"] == pytest.approx(
         found["score"], abs=1e-4
     )
     assert len(found["matches"]) == len(found["tokens"])
@@ -524,7 +524,7 @@ def test_every_command_teaches_by_an_example(command):
 @pytest.mark.parametrize("command", ["rank", "index", "explain", "evaluate", "serve", "score"])
 def test_every_command_that_loads_a_model_can_round_its_weights(command):
     text = run(command, "--help").stdout
-    assert all(f"--load-in-{form}" in text for form in ("8bit", "4bit"))
+    assert "nf4" in text
 
 
 def test_version_is_the_package_version():

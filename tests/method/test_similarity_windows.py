@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from conftest import on_torch
 from pydantic import ValidationError
 
 from rsrank_rag import RSRank
@@ -25,9 +26,9 @@ JOINED = " ".join([*PASSAGES[4:7], PASSAGES[0], *PASSAGES[7:], PASSAGES[3]])
 
 @pytest.fixture(scope="module", params=["torch", "onnx"])
 def in_windows(request, mini_in_windows):
-    return RSRank.from_pretrained(
-        mini_in_windows, device="cpu", dtype="float32", runtime=request.param
-    )
+    if request.param == "torch":
+        return on_torch(mini_in_windows)
+    return RSRank.from_pretrained(mini_in_windows, device="cpu", dtype="float32")
 
 
 @pytest.fixture(scope="module")
@@ -69,12 +70,10 @@ def test_pooled_states_point_where_the_mean_of_each_window_does(kind, size):
 def test_scores_by_the_best_window_equal_plain_transformers_code(
     in_windows, mini_in_windows, monkeypatch
 ):
-    on_torch = RSRank.from_pretrained(
-        mini_in_windows, runtime="torch", device="cpu", dtype="float32"
-    )
+    plain_torch = on_torch(mini_in_windows)
     monkeypatch.syspath_prepend(ROOT)
     workload = importlib.import_module("benchmarks.workload")
-    plain = workload.Plain(on_torch, workload.by_hooks(on_torch), rows=4)
+    plain = workload.Plain(plain_torch, workload.by_hooks(plain_torch), rows=4)
     documents = [*PASSAGES, JOINED, "Bees"]
     expected = plain.score(QUERY, documents)
     for _ in ("cold", "warm"):
@@ -98,7 +97,7 @@ def test_an_explanation_has_the_terms_of_the_best_window_and_says_where_it_is(in
     explanation = in_windows.explain(QUERY, JOINED)
     assert explanation.score == pytest.approx(in_windows.score(QUERY, [JOINED])[0], abs=1e-5)
     assert explanation.score == pytest.approx(
-        np.sum(explanation.parts) + explanation.agreement, abs=1e-6
+        np.sum(explanation.parts) + explanation.similarity, abs=1e-6
     )
     start, end = explanation.similarity_window
     ends, _ = in_windows.token_ends(JOINED)

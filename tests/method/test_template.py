@@ -15,7 +15,6 @@ from rsrank_rag.errors import BackboneError, InputError, RSRankError
 from rsrank_rag.method.template import (
     QUERY_RESERVE,
     PromptTokenizer,
-    clean,
 )
 
 TOKENIZER = byte_level_tokenizer()
@@ -232,31 +231,6 @@ def test_input_errors_are_value_errors_and_errors_of_the_package():
 def test_a_document_without_text_is_marked_empty():
     found = prompts().documents(["", " \n", "frost"], 1)
     assert [document.empty for document in found] == [True, True, False]
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("plain", "plain"),
-        ("a\ud83d\ude00b", "a😀b"),
-        ("x\ud83d", "x\ufffd"),
-        ("\ude00x", "\ufffdx"),
-        ("😀", "😀"),
-        ("", ""),
-    ],
-)
-def test_clean_joins_surrogate_pairs_and_replaces_lone_ones(text, expected):
-    assert clean(text) == expected
-
-
-@settings(max_examples=200, deadline=None, derandomize=True)
-@given(st.text(st.characters(exclude_categories=())))
-def test_clean_gives_valid_unicode_and_leaves_valid_text_alone(text):
-    cleaned = clean(text)
-    cleaned.encode()
-    assert clean(cleaned) == cleaned
-    if not any("\ud800" <= character <= "\udfff" for character in text):
-        assert cleaned == text
 
 
 def test_lone_surrogates_in_documents_and_queries_are_tokenised_as_replacement_characters():

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import SHARED, score_many
+from conftest import SHARED, on_torch, score_many
 from measures import f1_at
 
 from rsrank_rag import RSRank
@@ -43,11 +43,11 @@ def test_passages_that_answer_are_kept_by_a_wide_margin_and_others_dropped(mini)
 
 
 def test_scores_equal_plain_transformers_code(mini, monkeypatch):
-    on_torch = RSRank.from_pretrained(runtime="torch", device="cpu", dtype="float32")
+    plain_torch = on_torch()
     monkeypatch.syspath_prepend(ROOT)
     workload = importlib.import_module("benchmarks.workload")
-    for values in (workload.by_hooks(on_torch), workload.by_hidden_states(on_torch)):
-        plain = workload.Plain(on_torch, values, rows=4)
+    for values in (workload.by_hooks(plain_torch), workload.by_hidden_states(plain_torch)):
+        plain = workload.Plain(plain_torch, values, rows=4)
         assert mini.score(QUERY, PASSAGES) == pytest.approx(plain.score(QUERY, PASSAGES), abs=1e-4)
 
 
@@ -115,10 +115,10 @@ def test_the_same_pair_gets_the_same_score_in_every_way(dtype, tmp_path):
             assert found == pytest.approx(expected, abs=1e-6), way
 
 
-@pytest.mark.parametrize("option", ["load_in_8bit", "load_in_4bit"])
-def test_with_rounded_weights_the_same_passages_are_kept_in_float32_too(option):
+@pytest.mark.parametrize("dtype", ["int8", "nf4"])
+def test_with_rounded_weights_the_same_passages_are_kept(dtype):
     pytest.importorskip("bitsandbytes")
-    ranker = RSRank.from_pretrained(device="cpu", dtype="float32", cache_size=0, **{option: True})
+    ranker = on_torch(dtype=dtype, cache_size=0)
     assert {document.index for document in ranker.rank(QUERY, PASSAGES).kept} == {0, 1, 2}
 
 

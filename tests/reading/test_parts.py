@@ -221,16 +221,6 @@ def test_what_stands_near_a_hit_is_kept_however_far_near_is(context):
     assert [one.text for one in found] == expected
 
 
-def test_a_heading_is_kept_and_not_scored():
-    text = "All of the bees\r\nNothing here. One bee is.\nNo."
-    reranker = Hits()
-    assert reranker.rank("q", [text], extract="sentences", heading=True).texts == [
-        "All of the bees\r\nOne bee is."
-    ]
-    assert reranker.seen == ["Nothing here.", "One bee is.", "No."]
-    assert Hits().rank("q", ["a bee"], extract="sentences", heading=True).texts == ["a bee"]
-
-
 def test_without_a_threshold_all_sentences_stay():
     ranked = Hits().rank("q", DOCUMENTS, extract="sentences", threshold=None)
     assert ranked.texts == [DOCUMENTS[0], DOCUMENTS[3], DOCUMENTS[1], DOCUMENTS[2]]
@@ -268,7 +258,6 @@ def test_the_best_window_is_the_documents_score():
         ),
         ({"extract": "sentences", "context": True}, "context must be a whole number"),
         ({"context": 1}, "no effect without extract"),
-        ({"heading": True}, "no effect without extract"),
         ({"long_documents": "all"}, "long_documents must be 'cut' or 'windows', got 'all'"),
     ],
 )
@@ -581,7 +570,6 @@ class TestService:
                 {
                     "extract": "sentences",
                     "context": 1,
-                    "heading": True,
                     "threshold": 0.6,
                     "max_gap": 3,
                 },

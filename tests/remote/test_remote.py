@@ -75,8 +75,6 @@ def test_a_query_that_is_too_long_is_cut_by_the_service_which_says_so():
             assert (result.query, result.query_truncated) == ("when is it opened", True)
             assert result[0].text == "when it was opened"
         assert not remote.rank("when opened", DOCUMENTS).query_truncated
-        with pytest.raises(InputError, match="The query is too long"):
-            remote.rank("when is it opened", DOCUMENTS, long_queries="error")
 
 
 class InWindows(Overlap):

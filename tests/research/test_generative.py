@@ -382,9 +382,7 @@ def test_8_bit_weights_score_alike(folders, rerankers):
     pytest.importorskip("bitsandbytes")
     light = Qwen3Reranker(
         folders["qwen"],
-        options=LoadOptions(
-            device="cpu", dtype="float32", load_in_8bit=True, local_files_only=True
-        ),
+        options=LoadOptions(device="cpu", dtype="int8", local_files_only=True),
     )
     assert light.model.model.layers[0].mlp.up_proj.weight.dtype == torch.int8
     assert light.score(QUERY, DOCUMENTS) == pytest.approx(

@@ -22,7 +22,7 @@ import research.systems  # noqa: F401 - makes the systems of the paper known by 
 from research.reproduction.oracle import oracle_scores
 from rsrank_rag import Reranker
 from rsrank_rag.adapters.kinds import KINDS, forms, load, parse
-from rsrank_rag.backends.options import LoadOptions, ModelSource
+from rsrank_rag.backends.options import LoadOptions
 from rsrank_rag.cli import app
 from rsrank_rag.errors import BackboneError, InputError, MissingDependencyError
 from rsrank_rag.evaluation.datasets import LabelledDocument, LabelledQuery
@@ -36,7 +36,7 @@ CPU = LoadOptions(device="cpu", dtype="float32", local_files_only=True)
 
 
 def load_system(text, options):
-    return load(ModelSource(text, load=options))
+    return load(options.source(text))
 
 
 TEXTS = [*DOCUMENTS, DOCUMENTS[1], "Café naïve, 東京."]
@@ -150,9 +150,9 @@ def test_encoders_honour_the_options(make, tmp_path):
     assert {parameter.dtype for parameter in plain._model.parameters()} == {torch.float32}
     with pytest.raises(BackboneError, match="could not be loaded"):
         make("nobody/nothing", options=CPU)
-    for option in ("load_in_8bit", "load_in_4bit"):
+    for dtype in ("int8", "nf4"):
         with pytest.raises(InputError, match="--dtype bfloat16"):
-            make(folder, options=LoadOptions(device="cpu", **{option: True}))
+            make(folder, options=LoadOptions(device="cpu", dtype=dtype))
 
 
 def test_a_bi_encoder_gives_queries_and_documents_their_prompts(tmp_path):
@@ -225,16 +225,15 @@ def own_code(tmp_path, monkeypatch):
 def test_a_models_own_code_is_never_run_by_itself_and_never_replaced_silently(own_code):
     folder, _ = own_code
     with pytest.raises(
-        BackboneError, match=r"its own model code \(own\.OwnModel\).*--trust-remote-code"
+        BackboneError, match=r"its own model code \(own\.OwnModel\), which is not run"
     ):
-        load_system(f"jina-reranker-v2:{folder}", options=CPU)
+        load_system(f"cross-encoder:{folder}", options=CPU)
     assert not [name for name in sys.modules if name.endswith(".own")]
 
 
 def test_a_models_own_code_runs_where_it_is_allowed(own_code):
     folder, weights = own_code
-    allowed = LoadOptions(device="cpu", local_files_only=True, trust_remote_code=True)
-    jina = load_system(f"jina-reranker-v2:{folder}", options=allowed)
+    jina = load_system(f"jina-reranker-v2:{folder}", options=CPU)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     expected = []
     for text in DOCUMENTS:
@@ -383,7 +382,6 @@ def test_hub_ids_of_every_kind_are_loaded_from_the_hub(tmp_path, own_code):
             device="cpu",
             dtype="float32",
             cache_dir=tmp_path / "cache",
-            trust_remote_code=True,
         )
         found = {
             text: load_system(text, options=options)

@@ -113,18 +113,15 @@ def test_many_documents_without_scores_are_found_in_few_runs(count):
     assert len(reranker.batches) <= 2 * count + 10
 
 
-def test_a_long_query_is_cut_once_for_the_pairs_that_allow_it_and_for_no_other(monkeypatch):
+def test_a_long_query_is_cut_once_for_all_of_its_pairs(monkeypatch):
     fitted, fit = [], Numbers.fit_query
     monkeypatch.setattr(
         Numbers, "fit_query", lambda self, query: fitted.append(query) or fit(self, query)
     )
     long = "a query that is too long"
     for work in ("score", "explain"):
-        allowed = Task(Pair(long, "1"), work)
-        assert scores(Engine(Explaining()).run([allowed] * 9)) == [1] * 9
-        refused = Task(Pair(long, "1", cut_query=False), work)
-        assert scores(Engine(Explaining()).run([allowed, refused])) == [1, None]
-    assert fitted.count(long) == 2 * (1 + 2)
+        assert scores(Engine(Explaining()).run([Task(Pair(long, "1"), work)] * 9)) == [1] * 9
+    assert fitted == [long, long]
 
 
 def test_a_section_is_cut_into_parts_with_their_costs():

@@ -331,7 +331,7 @@ def test_the_parts_are_those_of_the_score_and_add_up_to_it(page, mini):
         assert found == pytest.approx([sum(parts) + match, *parts, match], abs=6e-4)
     total, *sums = map(number, table.locator("tfoot td").all_inner_texts())
     matched = sum(expected.matches)
-    beside = [matched, expected.agreement - matched]
+    beside = [matched, expected.similarity - matched]
     by_layer = [sum(column) for column in zip(*expected.parts, strict=True)]
     assert sums == pytest.approx([*by_layer, *beside], abs=6e-4)
     assert total == pytest.approx(score, abs=1.1e-3)

@@ -33,7 +33,7 @@ from rsrank_rag.cli import app
 from rsrank_rag.cli.service import KEYS
 from rsrank_rag.errors import InputError
 from rsrank_rag.prefixes.cache import CachedPrefixes, PrefixTiers
-from rsrank_rag.prefixes.settings import cache_settings
+from rsrank_rag.prefixes.settings import CacheSettings
 from rsrank_rag.ranking.rule import Rule
 from rsrank_rag.reranker import BLANK_SCORE
 from rsrank_rag.service import app as app_module
@@ -202,7 +202,7 @@ async def test_an_explanation_has_its_exact_parts():
             "tokens": ["a", "b"],
             "layers": [1, 2],
             "parts": [[1.0, 0.5], [1.0, 0.5]],
-            "agreement": 0.0,
+            "similarity": 0.0,
             "matches": [],
             "similarity_window": None,
             "head_parts": [],
@@ -585,7 +585,7 @@ async def test_two_services_in_one_process_count_apart():
 
 def keep_prefixes(ranker, folder=None):
     core = ranker.backbone
-    tiers = PrefixTiers.of(cache_settings(None, folder), device=core.device, dtype=core.dtype)
+    tiers = PrefixTiers.of(CacheSettings(cache_folder=folder), device=core.device, dtype=core.dtype)
     ranker.cache = ranker.reader.cache = CachedPrefixes({}, tiers)
 
 
@@ -687,10 +687,10 @@ async def test_health_checks_are_logged_only_at_debug(caplog):
 
 
 def test_systems_of_any_kind_are_loaded(ranker, tmp_path):
-    assert type(load_reranker(ModelSource("bm25"))).__name__ == "BM25"
+    assert type(load_reranker(ModelSource(name="bm25"))).__name__ == "BM25"
     ranker.save_pretrained(tmp_path)
     load = LoadOptions(device="cpu", dtype="float32", local_files_only=True)
-    loaded = load_reranker(ModelSource(str(tmp_path), load=load, cache_size=0))
+    loaded = load_reranker(load.source(tmp_path, cache_size=0))
     assert isinstance(loaded, RSRank)
     assert not loaded.cache.tiers.is_on
 

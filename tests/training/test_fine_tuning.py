@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import DOCUMENTS, QUERIES, copy_with
+from conftest import DOCUMENTS, QUERIES, copy_with, on_torch
 from measures import f1_at
 from scipy.optimize import minimize
 from training_helpers import labelled, run, scorings, written
@@ -76,7 +76,7 @@ def test_stored_features_score_like_the_artifact_agreement_and_weighed_heads_inc
 ):
     if window is not None:
         fused = copy_with(fused, tmp_path / "artifact", similarity_window=window)
-    ranker = RSRank.from_pretrained(fused, runtime="torch", device="cpu", dtype="float32")
+    ranker = on_torch(fused)
     reader = ShiftReader(ranker.backbone, ranker.prompts, ranker.config.layers)
     extractor = FeatureExtractor(reader, FeaturePart())
     query = labelled(1)[0]

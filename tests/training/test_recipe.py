@@ -104,13 +104,11 @@ def test_what_ablations_compare_is_no_setting_of_a_recipe(recipe_file):
 
 @pytest.mark.parametrize(
     ("entry", "weights"),
-    [("load_in_8bit=true", "int8"), ("load_in_4bit=true", "nf4"), ("load_in_8bit=false", None)],
+    [("dtype=int8", "int8"), ("dtype=nf4", "nf4"), ("dtype=float16", None)],
 )
-def test_weights_are_quantised_by_the_flags_of_transformers(recipe_file, entry, weights):
+def test_weights_are_quantised_by_their_dtype(recipe_file, entry, weights):
     recipe = Recipe.load(str(recipe_file), [f"model.{entry}"])
-    assert recipe.model.load_options().weights == weights
-    with pytest.raises(InputError, match="load_in_8bit and load_in_4bit exclude each other"):
-        Recipe.load(str(recipe_file), ["model.load_in_8bit=true", "model.load_in_4bit=true"])
+    assert recipe.model.load_options().quantised == weights
 
 
 def test_a_query_that_two_files_hold_counts_once(tmp_path):

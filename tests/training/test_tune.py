@@ -214,8 +214,8 @@ def test_a_file_stands_for_the_system_with_another_rule(tuned_bm25):
     assert (file["model"], file["data"]) == ("bm25", ["own"])
     assert "at most 50% of the answers lost" in file["notes"]
     assert "on 6 labelled queries of own.jsonl" in file["notes"]
-    plain = load(ModelSource("bm25"))
-    tuned = load(ModelSource(str(tuned_bm25)))
+    plain = load(ModelSource(name="bm25"))
+    tuned = load(ModelSource(name=str(tuned_bm25)))
     scores = plain.score(QUERIES[0], DOCUMENTS)
     assert tuned.score(QUERIES[0], DOCUMENTS) == scores
     assert (plain.threshold, tuned.threshold) == (None, file["threshold"])
@@ -228,7 +228,7 @@ def test_a_file_holds_all_parts_of_a_rule(tmp_path):
     file = tmp_path / "x.json"
     tuned = TunedRule(model="bm25", threshold=0.3, max_gap=0.1, fallback=Fallback(0.05, math.inf))
     file.write_text(tuned.model_dump_json(), "utf-8")
-    assert load(ModelSource(str(file))).native_rule == rule
+    assert load(ModelSource(name=str(file))).native_rule == rule
 
 
 def test_a_file_tuned_from_a_file_names_the_system_and_may_replace_the_first(tuned_bm25, tmp_path):
@@ -242,7 +242,7 @@ def test_a_file_tuned_from_a_file_names_the_system_and_may_replace_the_first(tun
     run("tune", "--model", output, "--data", data, "--output", output, "--force")
     assert json.loads(output.read_text("utf-8"))["data"] == ["more", "own"]
     assert "of more.jsonl" in file["notes"]
-    assert load(ModelSource(str(output))).threshold == file["threshold"]
+    assert load(ModelSource(name=str(output))).threshold == file["threshold"]
 
 
 def test_a_tuned_file_keeps_its_revision_unless_another_is_given(tuned_bm25, tmp_path):
@@ -262,7 +262,7 @@ def test_a_tuned_system_can_be_named_wherever_a_model_can(tuned_bm25, tmp_path):
     langchain = pytest.importorskip("rsrank_rag.langchain")
     from langchain_core.documents import Document
 
-    tuned = load(ModelSource(str(tuned_bm25)))
+    tuned = load(ModelSource(name=str(tuned_bm25)))
     compressor = langchain.RSRankCompressor(model=str(tuned_bm25))
     documents = [Document(page_content=text) for text in DOCUMENTS]
     kept = compressor.compress_documents(documents, QUERIES[0])
@@ -309,7 +309,7 @@ def test_a_file_that_tune_did_not_write_is_refused(text, tmp_path):
     if text is not None:
         file.write_text(text, encoding="utf-8")
     with pytest.raises(InputError, match=r"zero\.json is no file that rsrank tune wrote"):
-        load(ModelSource(str(file)))
+        load(ModelSource(name=str(file)))
 
 
 def test_the_threshold_is_zero_unless_the_config_gives_another(fused):
@@ -325,7 +325,7 @@ def test_figures_of_another_rule_leave_the_artifact(ranker, tmp_path):
     measured = RSRank(ranker.backbone, ranker.prompts, ranker.projection, config)
     measured.save_pretrained(tmp_path / "base")
     data = written(tmp_path / "own.jsonl", labelled(12))
-    source = ModelSource(str(tmp_path / "base"))
+    source = ModelSource(name=str(tmp_path / "base"))
     tune_module.tune(source, data, tmp_path / "tuned", force=True)
     assert hub.read_config(tmp_path / "base").training.metrics
     assert hub.read_config(tmp_path / "tuned").training.metrics == {}

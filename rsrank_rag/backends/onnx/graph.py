@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 from typing_extensions import Self
 
-from .quantisation import Numbers, rounded_weight
+from ...method.arrays import Numbers
+from .quantisation import rounded_weight
 
 # Numbers of fields of ONNX's protocol buffers, and of its types: onnx/onnx.proto.
 TYPES = {"float32": 1, "uint8": 2, "int8": 3, "int32": 6, "int64": 7}

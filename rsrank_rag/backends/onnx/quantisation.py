@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ...method.arrays import Numbers
+
 if TYPE_CHECKING:
     from ...method.template import PromptTokenizer
-
-Numbers = np.ndarray[Any, Any]
 
 # In the calibration run, the output of GELU reaches ten times as far for single tokens as for
 # others. At this part of the largest number, few tokens are clipped and all others are finer

@@ -20,6 +20,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from ...errors import ArtifactError, BackboneError, MissingDependencyError, pip_install
+from ...method.arrays import Numbers
 from ...method.batches import Ids
 from ...method.prefix import Prefix, Prefixes, Show, attention_band, pooled
 from ..base import LanguageModel
@@ -28,7 +29,7 @@ from ..sample import sample_of, trial_ids
 from ..tokenizer_file import largest_id
 from .cores import usable_cores
 from .graph import HIDDEN, ZERO, Encoder, Graph, Parameters
-from .quantisation import Numbers, fixed_parameters, ranges
+from .quantisation import fixed_parameters, ranges
 
 # At most so many padded tokens of documents are in one run of the graph, unless a single document
 # has more. In larger runs, the numbers of a layer take so much memory that glibc takes it from the
@@ -38,7 +39,7 @@ RUN_TOKENS = 512
 WORDS = "embeddings.word_embeddings.weight"
 PLACES = "embeddings.position_embeddings.weight"
 
-ADVICE = f"Use torch for it (runtime='torch'): {pip_install('lm')}."
+ADVICE = f"Use torch for it: {pip_install('lm')}."
 
 
 class Session:
@@ -326,6 +327,6 @@ def check_kind(model_type: str | None, name: str) -> None:
     if model_type != "bert":
         raise MissingDependencyError(
             f"{name}: its language model is of the kind {model_type!r}. ONNX Runtime runs encoders "
-            "of the kind 'bert' here, and torch all others (runtime='torch').",
+            "of the kind 'bert' here, and torch all others.",
             "lm",
         )

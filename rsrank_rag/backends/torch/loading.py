@@ -71,7 +71,7 @@ def load_model(
     """
     name = str(name)
     device = options.resolved_device()
-    hub = {**options.hub, "revision": revision, "trust_remote_code": options.trust_remote_code}
+    hub = {**options.hub, "revision": revision}
     arguments = {**hub, "dtype": options.resolved_dtype(), **quantisation(options)}
     try:
         _refuse_adapter(name, revision, options)
@@ -90,7 +90,7 @@ def load_model(
                 **_overrides(config),
                 **arguments,
             )
-        if options.weights is None:
+        if options.quantised is None:
             model = model.to(device)
     except LOAD_ERRORS as error:
         raise BackboneError(
@@ -162,15 +162,15 @@ def quantisation(options: LoadOptions) -> dict[str, Any]:
     Raises:
         MissingDependencyError: bitsandbytes is not installed.
     """
-    if options.weights is None:
+    if options.quantised is None:
         return {}
     if find_spec("bitsandbytes") is None:
-        raise MissingDependencyError("load_in_8bit and load_in_4bit need bitsandbytes.", "8bit")
+        raise MissingDependencyError("Weights in int8 and nf4 need bitsandbytes.", "8bit")
     # The default threshold of 6 picks outlier columns from the whole batch, so that a score would
     # depend on the other documents.
     config = transformers.BitsAndBytesConfig(
-        load_in_8bit=options.load_in_8bit,
-        load_in_4bit=options.load_in_4bit,
+        load_in_8bit=options.quantised == "int8",
+        load_in_4bit=options.quantised == "nf4",
         llm_int8_threshold=0.0,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_compute_dtype=options.resolved_dtype(),

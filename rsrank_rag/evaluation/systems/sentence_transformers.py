@@ -66,6 +66,9 @@ class CrossEncoder(Reranker):
         MissingDependencyError: sentence-transformers is not installed.
     """
 
+    runs_own_code = False
+    """Whether code of the model's repository runs."""
+
     def __init__(
         self,
         name: str,
@@ -75,7 +78,9 @@ class CrossEncoder(Reranker):
         options: LoadOptions | None = None,
     ) -> None:
         self.threshold = threshold
-        self._model = _load("CrossEncoder", name, revision, options)
+        self._model = _load(
+            "CrossEncoder", name, revision, options, trust_remote_code=self.runs_own_code
+        )
         if self._model.num_labels != 1:
             raise BackboneError(
                 f"{name!r} is no reranker: it gives {self._model.num_labels} numbers a pair, "
@@ -93,7 +98,13 @@ class CrossEncoder(Reranker):
         return [float(score) for score in scores]
 
 
-def _load(kind: str, name: str, revision: str | None, options: LoadOptions | None) -> Any:
+def _load(
+    kind: str,
+    name: str,
+    revision: str | None,
+    options: LoadOptions | None,
+    trust_remote_code: bool = False,
+) -> Any:
     sentence_transformers = required(
         "sentence_transformers",
         "Bi-encoders and cross-encoders need sentence-transformers.",
@@ -102,7 +113,7 @@ def _load(kind: str, name: str, revision: str | None, options: LoadOptions | Non
     from ...backends.torch.loading import LOAD_ERRORS
 
     options = options or LoadOptions()
-    if options.weights is not None:
+    if options.quantised is not None:
         raise InputError(
             f"{name!r} is a sentence-transformers model, which is not loaded in 8-bit or 4-bit "
             "here. Use dtype='bfloat16' (--dtype bfloat16) to save memory."
@@ -112,13 +123,13 @@ def _load(kind: str, name: str, revision: str | None, options: LoadOptions | Non
         dtype = options.resolved_dtype()
     hub = {"revision": revision, **options.hub}
     try:
-        if kind == "CrossEncoder" and not options.trust_remote_code:
+        if kind == "CrossEncoder" and not trust_remote_code:
             _check_no_custom_code(name, hub)
         hub["cache_folder"] = hub.pop("cache_dir")
         return getattr(sentence_transformers, kind)(
             name,
             device=str(options.resolved_device()),
-            trust_remote_code=options.trust_remote_code,
+            trust_remote_code=trust_remote_code,
             model_kwargs={"dtype": dtype},
             **hub,
         )
@@ -139,7 +150,6 @@ def _check_no_custom_code(name: str, hub: Mapping[str, Any]) -> None:
     class_name = custom_code.get("AutoModelForSequenceClassification")
     if class_name is not None:
         raise BackboneError(
-            f"{name!r} brings its own model code ({class_name}), which is never run by itself. "
-            "Read it, and allow it if you trust it: trust_remote_code=True, or --trust-remote-code "
-            "on the command line."
+            f"{name!r} brings its own model code ({class_name}), which is not run here. Choose a "
+            "model of an architecture of transformers."
         )

@@ -15,7 +15,7 @@ from typing_extensions import Self
 
 from ...ranking.rule import Fallback, Limits, Native, Rule
 from ...reading.parts import MAX_CHARACTERS, LongDocuments, Reading
-from ...reranker import LongQueries, Pair
+from ...reranker import Pair
 from ..messages import Description
 
 
@@ -82,16 +82,11 @@ class RankRequest(BaseModel, strict=True, use_attribute_docstrings=True):
     out."""
     context: Count = 0
     """Keep so many sentences around each such sentence, too."""
-    heading: Flag = False
-    """Documents begin with a line that is kept with any of their sentences."""
     long_documents: LongDocuments | None = None
     """windows: read long documents in parts; the best part's score counts. cut: read the
     beginning. Without it, the model's default applies."""
     max_characters: Count | None = MAX_CHARACTERS
     """Of a document in parts, read at most so many characters; null for all."""
-    long_queries: LongQueries = "cut"
-    """Of a query that is too long: cut reads the first and the last part; error refuses the
-    request."""
     weaviates: Any = Field(default=None, validation_alias="property")
     """Weaviate sends it, and reads scores."""
 
@@ -117,7 +112,7 @@ class RankRequest(BaseModel, strict=True, use_attribute_docstrings=True):
     def reading(self, default: LongDocuments) -> Reading:
         """How documents are read; ``default`` says how long ones are read by default."""
         long_documents = self.long_documents or default
-        fields = (self.extract, self.context, self.heading, long_documents, self.max_characters)
+        fields = (self.extract, self.context, long_documents, self.max_characters)
         return Reading(*fields)
 
     def limits(self, threshold: float | Native | None) -> Limits:
@@ -128,8 +123,8 @@ class RankRequest(BaseModel, strict=True, use_attribute_docstrings=True):
 
     def pairs(self, model: Description) -> list[Pair]:
         """The pairs to be scored, with this request's options."""
-        options = (None, self.reading(model.long_documents), self.long_queries == "cut")
-        return [Pair(self.query, text, *options) for text in self.entries]
+        reading = self.reading(model.long_documents)
+        return [Pair(self.query, text, reading=reading) for text in self.entries]
 
 
 class ExplainRequest(BaseModel, strict=True):

@@ -1,0 +1,95 @@
+"""Write an artifact into a folder, or publish it on the Hugging Face Hub."""
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, TypedDict
+
+from ..errors import ArtifactError
+from ..partial_files import replacing
+from . import hub
+from .card import UNNAMED, is_hub_id, model_card
+from .config import INSIDE
+from .identity import hashes
+from .loading import Parts
+
+
+def save_artifact(folder: Path, parts: Parts, include_backbone: bool) -> None:
+    """Write an artifact completely or not at all; see `RSRank.save_pretrained`."""
+    config = parts.config
+    with replacing(folder) as new:
+        if include_backbone or config.backbone.name == INSIDE:
+            num_layers = _save_backbone(parts, new / INSIDE)
+            update = {
+                "name": INSIDE,
+                "revision": None,
+                "num_layers": num_layers,
+                "files": hashes(new / INSIDE),
+            }
+            backbone = config.backbone.model_copy(update=update)
+            config = config.model_copy(update={"backbone": backbone})
+        hub.write_artifact(new, config, parts.projection, model_card(config))
+
+
+def _save_backbone(parts: Parts, folder: Path) -> int:
+    """Write the language model and its tokenizer, and return the number of its layers."""
+    from ..backends.onnx.session import OnnxBackbone
+
+    core: Any = parts.backbone
+    if isinstance(core, OnnxBackbone):
+        core.save(folder)
+        return parts.config.backbone.num_layers
+    from ..backends.torch.loading import save_model
+
+    save_model(core.model, parts.prompts.tokenizer, folder)
+    return int(core.loaded_layers)
+
+
+class PushOptions(TypedDict, total=False):
+    """Optional arguments of `RSRank.push_to_hub`."""
+
+    private: bool
+    """Whether a new repository is private."""
+    revision: str | None
+    """A branch, which is made if it does not exist."""
+    token: str | bool | None
+    """Access token; None for that of ``hf auth login``."""
+    commit_message: str
+    """Subject of the commit."""
+
+
+def push_artifact(parts: Parts, repo_id: str, include_backbone: bool, options: PushOptions) -> str:
+    """Publish an artifact; see `RSRank.push_to_hub`."""
+    from huggingface_hub import HfApi
+
+    from ..backends.hub_errors import HUB_ERRORS
+
+    source = parts.config.backbone.name
+    if not include_backbone and source != INSIDE and not is_hub_id(source):
+        raise ArtifactError(
+            f"The artifact's language model is the local folder {source!r}, which nobody else "
+            "could load. Make the artifact with the model's Hub id, or pass "
+            "include_backbone=True to upload the model with it."
+        )
+    api = HfApi(token=options.get("token"))
+    with TemporaryDirectory() as folder:
+        save_artifact(Path(folder), parts, include_backbone)
+        card = Path(folder, hub.CARD)
+        named = card.read_text(encoding="utf-8").replace(UNNAMED, repo_id)
+        card.write_text(named, encoding="utf-8")
+        try:
+            api.create_repo(repo_id, private=options.get("private", False), exist_ok=True)
+            revision = options.get("revision")
+            if revision is not None:
+                api.create_branch(repo_id, branch=revision, exist_ok=True)
+            commit = api.upload_folder(
+                repo_id=repo_id,
+                folder_path=folder,
+                revision=revision,
+                commit_message=options.get("commit_message", "Upload RSRank projection"),
+            )
+        except HUB_ERRORS as error:
+            raise ArtifactError(
+                f"Pushing to {repo_id!r} failed: {hub.reason(error)} Check the name "
+                "(owner/name) and that you are logged in with write access ('hf auth login')."
+            ) from error
+    return str(commit.commit_url)
