@@ -7,7 +7,7 @@ from typing import Literal
 
 from typing_extensions import Self, Unpack
 
-from .errors import InputError, ScoringError, check_choice, check_count, check_names, check_text
+from .errors import InputError, ScoringError, check_choice, check_names, check_text
 from .ranking.explanation import Explanation
 from .ranking.pairs import Pair, parts_of, score_in_parts, spans_of
 from .ranking.results import RankedDocument, RankResult, Scored, blanks_last, choose
@@ -195,10 +195,6 @@ class Reranker(ABC):
             ScoringError: A pair could not be scored; its position in ``pairs`` is given.
         """
         pairs = as_pairs(pairs)
-        if any(pair.max_tokens is not None for pair in pairs):
-            raise InputError(
-                "This reranker cannot cut documents after a number of tokens. Send them shorter."
-            )
         scored: dict[int, Scored] = {}
         for query, places in by_query(pairs).items():
             try:
@@ -332,7 +328,7 @@ class Reranker(ABC):
             long.append(len(ends) > limit)
         return long
 
-    def explain(self, query: str, document: str, max_tokens: int | None = None) -> Explanation:
+    def explain(self, query: str, document: str) -> Explanation:
         """Take a score apart; see `RSRank.explain`.
 
         Raises:
@@ -388,7 +384,5 @@ def as_pairs(pairs: Iterable[PairLike]) -> list[Pair]:
             raise InputError(f"Pair {place} must be (query, document), got {pair!r:.60}.")
         check_text("A query", pair.query)
         check_text(f"Document {place}", pair.document)
-        if pair.max_tokens is not None:
-            check_count("max_tokens", pair.max_tokens, 1)
         result.append(pair)
     return result

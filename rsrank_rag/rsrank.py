@@ -355,27 +355,24 @@ class RSRank(Reranker):
         for text, of_query in by_query(pairs).items():
             query = self.prompts.query(text)
             documents = self.prompts.documents(
-                [pairs[place].document for place in of_query],
-                len(query.ids),
-                [pairs[place].max_tokens for place in of_query],
+                [pairs[place].document for place in of_query], len(query.ids)
             )
             for place, document in zip(of_query, documents, strict=True):
                 tokenised[place] = (query, document)
         return [tokenised[place] for place in range(len(pairs))]
 
-    def explain(self, query: str, document: str, max_tokens: int | None = None) -> Explanation:
+    def explain(self, query: str, document: str) -> Explanation:
         """Take a score apart, exactly, per query token, layer and head.
 
         Args:
             query: The query. It is not cut.
             document: The document. Without text, it has no parts, and `BLANK_SCORE`.
-            max_tokens: Read at most so many of the document's tokens; None for as many as fit.
 
         Raises:
             InputError: As `score`.
             ScoringError: As `score`.
         """
-        tokens, prompt = self._tokenise(as_pairs([Pair(query, document, max_tokens)]))[0]
+        tokens, prompt = self._tokenise(as_pairs([Pair(query, document)]))[0]
         shape = (tokens.length, len(self.projection.layers), self.backbone.num_heads)
         terms = RowTerms(BLANK_SCORE, np.zeros(shape), np.zeros(1 + tokens.length))
         window = None

@@ -35,7 +35,7 @@ class Numbers(Reranker):
         return [self.scored(number, pair) for number, pair in enumerate(pairs)]
 
     def scored(self, number, pair):
-        text, most = pair.document, min(pair.max_tokens or 10, 10)
+        text, most = pair.document, 10
         if pair.query == "refused":
             raise InputError("The query is refused.")
         if text == "no score":
@@ -50,7 +50,7 @@ class Numbers(Reranker):
     def score(self, query, documents):
         raise NotImplementedError
 
-    def explain(self, query, document, max_tokens=None):
+    def explain(self, query, document):
         truncated = len(document.split()) > 10
         return Explanation(
             query, document, 3.0, truncated, ("a", "b"), (1, 2), ((1.0, 0.5), (1.0, 0.5)), ()

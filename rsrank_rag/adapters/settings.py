@@ -24,13 +24,13 @@ from pydantic import (
 )
 from typing_extensions import Self
 
-from ..backends.options import DeviceSettings, ModelSource, Name
+from ..backends.options import DeviceSettings, ModelSource, Name, with_dtype
 from ..cancellation import waiting
 from ..errors import InputError, RSRankError, check_names, nearest
 from ..prefixes.settings import CacheSettings
 from ..ranking import shadow
 from ..reading.documents import InputDocument
-from ..reading.parts import MAX_CHARACTERS, LongDocuments, Reading
+from ..reading.parts import LongDocuments, Reading
 from ..remote.address import service_address, usable_key
 from ..reranker import (
     Fallback,
@@ -94,6 +94,8 @@ class ModelAdapter(DeviceSettings, CacheSettings):
     'cross-encoder:BAAI/bge-reranker-base'; or a Reranker that is already loaded."""
     revision: str | None = None
     """Commit, tag or branch on the Hub."""
+    backbone: Name | None = None
+    """Another place to load the language model from, such as a folder, instead of the Hub."""
     base_url: Annotated[str, AfterValidator(service_address)] | None = None
     """Address of a service (`rsrank serve`) that holds the model."""
     api_key: Annotated[SecretStr, AfterValidator(usable_key)] | None = Field(
@@ -108,6 +110,7 @@ class ModelAdapter(DeviceSettings, CacheSettings):
     @model_validator(mode="before")
     @classmethod
     def _refuse_unknown_settings(cls, settings: Any) -> Any:
+        settings = with_dtype(settings)
         if isinstance(settings, dict):
             for name in sorted(settings.keys() - cls.model_fields.keys()):
                 raise InputError(f"There is no setting {name!r}.{nearest(name, cls.model_fields)}")
@@ -198,6 +201,7 @@ class ModelAdapter(DeviceSettings, CacheSettings):
         return ModelSource(
             name=self.model,
             revision=self.revision,
+            backbone=self.backbone,
             device=self.device,
             dtype=self.dtype,
             cache_size=self.cache_size,
@@ -267,9 +271,6 @@ class RerankerAdapter(ModelAdapter):
     """Documents that are too long for the model: 'windows' reads them in parts, and the best part
     counts; 'cut' reads the beginning. None: the model's default (RSRank: windows)."""
 
-    max_characters: int | None = Field(default=MAX_CHARACTERS, strict=True)
-    """Of a document in windows or sentences, read at most so many characters. None: all."""
-
     scores: Scale = "raw"
     """'normalised': scores between 0 and 1, where 0.5 is the native threshold."""
     mode: Literal["drop", "shadow"] = "drop"
@@ -289,7 +290,8 @@ class RerankerAdapter(ModelAdapter):
         """
         check_names("A call", limits, Limits.__annotations__)
         settings = {**dict(self), **limits}
-        options: Any = {name: settings[name] for name in RankOptions.__annotations__}
+        names = RankOptions.__annotations__.keys() & settings.keys()
+        options: Any = {name: settings[name] for name in names}
         # The native threshold is known when the model is loaded; it is never None where the native
         # fallback is used.
         Rule(threshold=0.0).with_limits(options)

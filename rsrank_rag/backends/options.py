@@ -10,7 +10,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
 from ..errors import InputError, pip_install, problems_of
 from ..prefixes.settings import CacheSettings, as_text
@@ -23,6 +30,9 @@ ONNX_DTYPES = (None, "float32", "int8")
 
 # Weights that bitsandbytes quantises.
 QUANTISED = ("int8", "nf4")
+
+QUANTISED_ARGUMENTS = {"load_in_8bit": "int8", "load_in_4bit": "nf4"}
+"""Arguments of transformers that stand for a dtype."""
 
 
 # An encoder's files. Torch reads the last one; without it, the tokenizer is that of the model type.
@@ -40,6 +50,26 @@ def _as_name(value: Any) -> Any:
 Name = Annotated[str, BeforeValidator(_as_name)]
 
 
+def with_dtype(settings: Any) -> Any:
+    """Settings in which ``load_in_8bit=True`` and ``load_in_4bit=True`` are a ``dtype``.
+
+    Raises:
+        InputError: The settings name several dtypes.
+    """
+    if not isinstance(settings, dict):
+        return settings
+    changed = dict(settings)
+    for name, dtype in QUANTISED_ARGUMENTS.items():
+        if not changed.pop(name, False):
+            continue
+        if changed.get("dtype") is not None:
+            raise InputError(
+                f"{name} means dtype={dtype!r}, and dtype is {changed['dtype']!r}. Set one of them."
+            )
+        changed["dtype"] = dtype
+    return changed
+
+
 class DeviceSettings(BaseModel, use_attribute_docstrings=True):
     """Where a language model runs, and in which numbers."""
 
@@ -49,7 +79,13 @@ class DeviceSettings(BaseModel, use_attribute_docstrings=True):
     dtype: Name | None = None
     """float32, bfloat16, float16; int8: documents of encoders on a CPU in 8 bits, or else the
     weights; nf4: weights in 4 bits (int8 and nf4 weights need the 8bit extra). Default: the fastest
-    one that is precise enough."""
+    one that is precise enough. ``load_in_8bit=True`` and ``load_in_4bit=True`` stand for int8 and
+    nf4."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_quantised_arguments(cls, settings: Any) -> Any:
+        return with_dtype(settings)
 
 
 class LoadSettings(DeviceSettings):
@@ -188,6 +224,8 @@ class LoadArguments(TypedDict, total=False):
     backbone: str | Path | None
     device: str | torch.device | None
     dtype: str | torch.dtype | None
+    load_in_8bit: bool
+    load_in_4bit: bool
     max_length: int | None
     token_budget: int | None
     cache_size: int | str | None

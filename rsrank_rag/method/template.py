@@ -328,12 +328,7 @@ class PromptTokenizer:
         stop = last if positions == "query" else len(every)
         return TokenisedQuery(every, start, stop)
 
-    def documents(
-        self,
-        documents: Sequence[str],
-        query_length: int,
-        max_tokens: Sequence[int | None] | None = None,
-    ) -> list[TokenisedDocument]:
+    def documents(self, documents: Sequence[str], query_length: int) -> list[TokenisedDocument]:
         """Tokenise documents; a document that is too long is cut at its end.
 
         The place of the cut does not depend on the query if the query has at most `QUERY_RESERVE`
@@ -342,14 +337,11 @@ class PromptTokenizer:
         Args:
             documents: Texts.
             query_length: Tokens of the query.
-            max_tokens: For each document, cut it after so many of its tokens.
         """
         limit = self.document_limit(query_length)
-        limits = max_tokens or [None] * len(documents)
         tokenised = []
-        for text, ids, most in zip(documents, self._document_ids(documents), limits, strict=True):
-            count = limit if most is None else min(limit, most)
-            prompt = (*self.instruction, *ids[:count], *self.separator)
+        for text, ids in zip(documents, self._document_ids(documents), strict=True):
+            prompt = (*self.instruction, *ids[:limit], *self.separator)
             empty = not ids or not text.strip()
-            tokenised.append(TokenisedDocument(prompt, len(ids) > count, empty))
+            tokenised.append(TokenisedDocument(prompt, len(ids) > limit, empty))
         return tokenised

@@ -28,15 +28,12 @@ class Pair:
     Attributes:
         query: The query.
         document: The document.
-        max_tokens: Read at most so many of the document's tokens; None for as many as fit. For
-            documents that are read whole.
         reading: How the document is read. `score_in_parts` and the service use it; rerankers read
             documents whole.
     """
 
     query: str
     document: str
-    max_tokens: int | None = None
     reading: Reading = WHOLE
 
 

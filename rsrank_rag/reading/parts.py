@@ -30,7 +30,7 @@ SECTION = 20_000
 SECTION_PER_TOKEN = 4 * CHARACTERS_PER_TOKEN
 
 # Characters of a document that are read in windows or sentences: some 40 pages. One core reads them
-# with `mini` in about 15 s.
+# with `mini` in about 3 s.
 MAX_CHARACTERS = 100_000
 
 # Windows share up to 1 / OVERLAP of their tokens with the window before.

@@ -526,7 +526,6 @@ def test_limits_of_a_call_replace_those_of_the_adapter_one_by_one():
         "extract": "sentences",
         "context": 0,
         "long_documents": None,
-        "max_characters": 100_000,
         "metadata_fields": ("title",),
         "scores": "raw",
     }

@@ -40,7 +40,12 @@ from rsrank_rag.artifact.card import model_card
 from rsrank_rag.artifact.config import BackboneSpec, RSRankConfig, TrainingRecord
 from rsrank_rag.artifact.identity import check_files, hashes
 from rsrank_rag.backends import tokenizer_file
-from rsrank_rag.backends.options import LoadArguments, LoadOptions, ModelSource
+from rsrank_rag.backends.options import (
+    QUANTISED_ARGUMENTS,
+    LoadArguments,
+    LoadOptions,
+    ModelSource,
+)
 from rsrank_rag.backends.torch.projection import Projection
 from rsrank_rag.errors import ArtifactError, BackboneError, InputError, MissingDependencyError
 from rsrank_rag.method.template import Template
@@ -1168,10 +1173,18 @@ def test_a_length_of_zero_is_an_error_and_not_the_default():
         RSRank.from_pretrained("mini", max_length=0)
 
 
+def test_loading_in_8_or_4_bits_is_a_dtype_and_not_a_second_one():
+    assert ModelSource(name="mini", load_in_8bit=True, load_in_4bit=False).dtype == "int8"
+    assert ModelSource(name="mini", load_in_4bit=True) == ModelSource(name="mini", dtype="nf4")
+    with pytest.raises(InputError, match="load_in_4bit means dtype='nf4', and dtype is 'int8'"):
+        ModelSource(name="mini", load_in_4bit=True, dtype="int8")
+
+
 def test_a_misspelt_argument_of_loading_is_named_with_the_one_that_was_meant():
     with pytest.raises(TypeError, match=r"no argument 'cache_sise'\. Did you mean 'cache_size'"):
         RSRank.from_pretrained("mini", cache_sise=0)
-    assert LoadArguments.__annotations__.keys() | {"name"} == ModelSource.model_fields.keys()
+    names = ModelSource.model_fields.keys() | QUANTISED_ARGUMENTS.keys()
+    assert LoadArguments.__annotations__.keys() | {"name"} == names
 
 
 def test_an_artifact_that_records_fewer_values_belongs_to_no_model(folder):

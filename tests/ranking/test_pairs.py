@@ -1,7 +1,6 @@
 """Pairs of several queries in one batch: what they score is what each query's own call gives."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -131,7 +130,6 @@ def test_queries_of_like_length_share_one_run_with_a_row_without_a_document_for_
 
 def test_a_pair_costs_its_tokens_and_the_attention_of_its_query(ranker):
     pairs = [Pair(QUERY, "Bees see blue."), Pair("Who? " * 40, "A text. " * 300)]
-    pairs.append(replace(pairs[1], max_tokens=7))
     costs = ranker.token_costs(pairs)
     counted = ranker.score_pairs(pairs)
     for pair, cost, one in zip(pairs, costs, counted, strict=True):
@@ -158,13 +156,12 @@ def test_a_cached_document_costs_the_query_and_its_attention():
 
 def test_results_say_what_was_read(ranker):
     query, prompts = ranker.prompts.query(QUERY), ranker.prompts
-    texts = [DOCUMENTS[0], DOCUMENTS[0], "", " \n"]
-    whole, cut, empty, blank = ranker.score_pairs(
-        [Pair(QUERY, text, max_tokens=3 if i == 1 else None) for i, text in enumerate(texts)]
-    )
+    limit = prompts.document_limit(len(query.ids))
+    texts = [DOCUMENTS[0], "bridge " * (limit + 9), "", " \n"]
+    whole, cut, empty, blank = ranker.score_pairs([Pair(QUERY, text) for text in texts])
     own = len(prompts.documents([DOCUMENTS[0]], 0)[0].ids)
     assert (whole.truncated, whole.tokens) == (False, own + len(query.ids))
-    assert (cut.truncated, cut.tokens) == (True, prompts.overhead + 3 + len(query.ids))
+    assert (cut.truncated, cut.tokens) == (True, prompts.overhead + limit + len(query.ids))
     assert empty == Scored(BLANK_SCORE, tokens=prompts.overhead + len(query.ids))
     assert blank.score == BLANK_SCORE
     assert (
@@ -177,15 +174,6 @@ def test_results_say_what_was_read(ranker):
     assert explanation.score == BLANK_SCORE
     assert not any(map(any, explanation.parts))
     assert str(BLANK_SCORE).rstrip("0") in str(explanation)
-
-
-def test_a_document_cut_by_the_pair_scores_as_one_that_ends_there(ranker):
-    text = DOCUMENTS[1]
-    ids = ranker.prompts.documents([text], 0)[0].ids
-    start = "".join(ranker.prompts.text_of(ids[len(ranker.prompts.instruction) :][:6]))
-    assert text.startswith(start)
-    found = ranker.score_pairs([Pair(QUERY, text, max_tokens=6)])[0]
-    assert found.score == pytest.approx(ranker.score(QUERY, [start])[0], abs=EXACT)
 
 
 def test_a_pair_that_cannot_be_scored_is_named_by_its_place(tiny_folder):
@@ -246,11 +234,6 @@ def test_any_rerankers_error_names_the_pair():
     assert caught.value.index == 2
 
 
-def test_a_reranker_that_cannot_cut_documents_says_so():
-    with pytest.raises(InputError, match="cannot cut documents"):
-        Lengths().score_pairs([Pair("a", "b", max_tokens=3)])
-
-
 def test_the_default_template_can_be_scored_in_pairs(tiny_folder):
     options = LoadOptions(device="cpu", dtype="float32", local_files_only=True)
     ranker = unkept(
@@ -260,14 +243,3 @@ def test_the_default_template_can_be_scored_in_pairs(tiny_folder):
     )
     pairs = [Pair(QUERIES[i % 3], f"{i} {text}") for i, text in enumerate(DOCUMENTS)]
     assert together(ranker, pairs) == pytest.approx(one_by_one(ranker, pairs), abs=EXACT)
-
-
-@pytest.mark.parametrize("count", [0, -3, 1.5, True])
-def test_a_limit_of_tokens_below_one_is_refused(tiny_ranker, count):
-    ranker = tiny_ranker("qwen3")
-    for call in (
-        lambda: ranker.score_pairs([Pair(QUERY, "text", max_tokens=count)]),
-        lambda: ranker.explain(QUERY, "text", count),
-    ):
-        with pytest.raises(InputError, match="max_tokens must be a whole number of at least 1"):
-            call()

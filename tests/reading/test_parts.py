@@ -296,8 +296,8 @@ def test_an_error_about_a_part_is_one_about_its_document():
         raise ScoringError("is too large.", 2)
 
     pairs = [
-        Pair("q", "One. Two.", None, Reading("sentences")),
-        Pair("q", "Three.", None, Reading("sentences")),
+        Pair("q", "One. Two.", Reading("sentences")),
+        Pair("q", "Three.", Reading("sentences")),
     ]
     with pytest.raises(ScoringError, match="Document 1 is too large") as caught:
         score_in_parts(pairs, Hits().token_ends, score)

@@ -26,7 +26,7 @@ NOT_CHECKED = ["positive_data_acceptance"]
 class Explaining(Words):
     """Gives the whole score to one token."""
 
-    def explain(self, query, document, max_tokens=None):
+    def explain(self, query, document):
         score = self.score(query, [document])[0]
         return Explanation(query, document, score, False, ("all",), (1,), ((score,),), ())
 

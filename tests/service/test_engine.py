@@ -64,7 +64,7 @@ class Numbers(Reranker):
 
 
 class Explaining(Numbers):
-    def explain(self, query, document, max_tokens=None):
+    def explain(self, query, document):
         (scored,) = self.score_pairs([Pair(query, document)])
         return Explanation(query, document, float(scored.score), False, (), (), (), ())
 

@@ -128,7 +128,7 @@ async def test_every_answer_forbids_guessing_its_type_and_framing_it(path):
 class Telling(Numbers):
     """Has an error of ours that names a file."""
 
-    def explain(self, query, document, max_tokens=None):
+    def explain(self, query, document):
         raise ArtifactError("/home/someone/secret is damaged.")
 
     def scored(self, number, pair):

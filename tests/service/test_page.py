@@ -65,7 +65,7 @@ class Measured(Reranker):
 class Mute(Measured):
     """Could explain, and does not want to."""
 
-    def explain(self, query, document, max_tokens=None):
+    def explain(self, query, document):
         raise InputError("I do not explain this.")
 
 
@@ -79,7 +79,7 @@ class ShortSighted(Measured):
 class Deep(Measured):
     """Explains by 35 layers, another score than it gave."""
 
-    def explain(self, query, document, max_tokens=None):
+    def explain(self, query, document):
         chance = random.Random(0)
         parts = tuple(tuple(chance.gauss(0, 1) for _ in range(35)) for _ in query.split())
         score = sum(map(sum, parts))
