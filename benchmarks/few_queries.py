@@ -16,6 +16,7 @@ import argparse
 import json
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from rsrank_rag.artifact import hub
 from rsrank_rag.backends.torch.projection import Projection
 from rsrank_rag.evaluation.datasets import dataset_name
 from rsrank_rag.partial_files import write_text
+from rsrank_rag.ranking.rule import Rule
 from rsrank_rag.training.feature_scores import scored
 from rsrank_rag.training.fine_tuning import FineTuningOptions, fine_tune
 from rsrank_rag.training.store import QueryFeatures
@@ -53,18 +55,22 @@ def draw(count: int, size: int, seed: int) -> tuple[list[int], list[int]]:
 
 
 def measure(
-    features: Sequence[QueryFeatures], base: Projection, numbers: tuple[list[int], list[int]]
+    features: Sequence[QueryFeatures],
+    base: Projection,
+    rule: Rule,
+    numbers: tuple[list[int], list[int]],
 ) -> dict[str, Any]:
     """What fine-tuning does to the other queries, and what it said before."""
     own = [features[number] for number in numbers[0]]
     others = [features[number] for number in numbers[1]]
-    trained = fine_tune(own, base, FineTuningOptions())
-    said = judge(trained.before, trained.after)
-    before = scored(others, weights_of(base))
+    trained = fine_tune(own, base, FineTuningOptions(), threshold=rule.threshold or 0.0)
+    at_zero = replace(rule, threshold=0.0)
+    said = judge(trained.before, trained.after, at_zero)
+    before = [query.shifted(rule.threshold or 0.0) for query in scored(others, weights_of(base))]
     after = scored(others, weights_of(trained.projection))
-    verdicts = {"trained": judge(before, after), "said": said}
+    verdicts = {"trained": judge(before, after, at_zero), "said": said}
     found = {name: verdict.model_dump(mode="json") for name, verdict in verdicts.items()}
-    return {**found, "penalty": trained.penalty, "gains": trained.gains}
+    return found
 
 
 def weights_of(projection: Projection) -> dict[str, torch.Tensor]:
@@ -128,7 +134,7 @@ def outcomes(rows: Sequence[dict[str, Any]]) -> str:
 
 def _is_written(row: dict[str, Any]) -> bool:
     """Whether `rsrank train` would have written fine-tuned weights."""
-    return row["gains"] and Verdict.model_validate(row["said"]).problem is None
+    return Verdict.model_validate(row["said"]).problem is None
 
 
 def _count(rows: Sequence[dict[str, Any]], name: str, outcome: str) -> int:
@@ -168,9 +174,9 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("docs/few-queries.json"))
     chosen = parser.parse_args()
     folder = hub.resolve(chosen.base)
-    base = hub.read_projection(folder, hub.read_config(folder))
-    digest = hub.read_config(folder).digest
-    about = {"base": chosen.base, "config": digest, "limit": chosen.queries}
+    config = hub.read_config(folder)
+    base = hub.read_projection(folder, config)
+    about = {"base": chosen.base, "config": config.digest, "limit": chosen.queries}
     rows = rows_of(chosen.output, about)
     done = {(row["set"], row["queries"], row["seed"]) for row in rows}
     for path in sorted(chosen.data.glob("*.jsonl.gz"), key=lambda path: path.stat().st_size):
@@ -193,7 +199,7 @@ def main() -> None:
                 if (name, size, seed) in done:
                     continue
                 numbers = draw(len(features), size, seed)
-                found = measure(features, base, numbers)
+                found = measure(features, base, config.rule, numbers)
                 rows.append({"set": name, "queries": size, "seed": seed, **found})
                 print(table(rows[-1:], "trained", TRAINED).splitlines()[-1], flush=True)
                 write_text(chosen.output, json.dumps(about | {"rows": rows}, indent=1) + "\n")

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from research import rules
 from research.decoders import tables as decoders
 
-from . import few_queries, neighbours, peers, sentences
+from . import few_queries, peers, sentences
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"(<!-- figures: ([^>]+?) -->\n).*?(<!-- end of figures -->)", re.S)
@@ -35,7 +35,6 @@ DECODERS = "research/docs/decoders.json"
 
 TABLES = {
     "peers": Table("docs/benchmarks.md", "docs/peers.json", peers.table),
-    "neighbours": Table("research/docs/speed.md", "docs/neighbours.json", neighbours.table),
     "sentences": Table("docs/benchmarks.md", "docs/sentences.json", sentences.table),
     "long documents": Table("docs/benchmarks.md", "docs/sentences.json", sentences.long_table),
     "few queries in short": Table(

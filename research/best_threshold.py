@@ -5,8 +5,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from rsrank_rag.evaluation.metrics import ScoredQuery
-from rsrank_rag.evaluation.statistics import ROUNDING, Array
+from rsrank_rag.evaluation.statistics import Array
 from rsrank_rag.ranking.rule import BLANK_SCORE, best_first
+
+# Means that differ by less are equal.
+ROUNDING = 1e-9
 
 
 def best_threshold(

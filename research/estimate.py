@@ -76,5 +76,5 @@ def mean_queries(part: SetPart) -> list[LabelledQuery]:
     queries = []
     for number in range(part.queries):
         name = f"{part.title} {number}"
-        queries.append(LabelledQuery(id=name, query="a " * query_tokens, documents=texts))
+        queries.append(LabelledQuery(id=name, query="a " * query_tokens, documents=tuple(texts)))
     return queries

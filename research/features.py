@@ -25,5 +25,6 @@ def fewer_tokens(query: QueryFeatures, most: int | None) -> QueryFeatures:
     if most is None or query.tokens <= most:
         return query
     positions = [int(query.tokens / most * (i + 0.5)) for i in range(most)]
-    by_token = query.shifts.unflatten(2, (-1, query.tokens))
+    layers, heads, _, width = query.shifts.shape
+    by_token = query.shifts.reshape(layers, heads, -1, query.tokens, width)
     return replace(query, shifts=by_token[:, :, :, positions].flatten(2, 3), tokens=most)

@@ -122,62 +122,6 @@ def load_sets(
     return found
 
 
-# NanoBEIR without its two sets of arguments, which ask for something else than an answer.
-NANOBEIR: tuple[str, ...] = (
-    "NanoClimateFEVER",
-    "NanoDBPedia",
-    "NanoFEVER",
-    "NanoFiQA2018",
-    "NanoHotpotQA",
-    "NanoMSMARCO",
-    "NanoNFCorpus",
-    "NanoNQ",
-    "NanoQuoraRetrieval",
-    "NanoSCIDOCS",
-    "NanoSciFact",
-)
-_NANOBEIR_SOURCE = _Source("beir", "sentence-transformers/NanoBEIR-en", None, None)
-
-
-def load_nanobeir(
-    name: str, *, candidates: int = 30, revision: str | None = None
-) -> list[LabelledQuery]:
-    """The relevant passages of each query and the best ones of BM25, in random order.
-
-    Args:
-        name: One of `NANOBEIR`.
-        candidates: Passages of BM25's list, which the repository holds, for each query.
-        revision: Another commit, branch or tag of the repository than its newest.
-
-    Raises:
-        InputError: The set cannot be downloaded or has other columns.
-    """
-    source = replace(_NANOBEIR_SOURCE, revision=revision)
-    try:
-        texts = {}
-        for part in ("corpus", "queries"):
-            texts[part] = {row["_id"]: row["text"] for row in source.table(part, name)}
-        relevant: dict[str, set[str]] = defaultdict(set)
-        for row in source.table("qrels", name):
-            relevant[row["query-id"]].add(row["corpus-id"])
-        found = []
-        for row in source.table("bm25", name):
-            key = row["query-id"]
-            ids = sorted(relevant[key].union(row["corpus-ids"][:candidates]))
-            random.Random(f"order:{key}").shuffle(ids)
-            documents = []
-            for i in ids:
-                text = texts["corpus"][i]
-                documents.append(LabelledDocument(id=i, text=text, relevant=i in relevant[key]))
-            query = texts["queries"][key]
-            found.append(LabelledQuery(id=key, query=query, documents=tuple(documents)))
-        return found
-    except KeyError as error:
-        raise InputError(
-            f"{source.repository}, {name}: {error.args[0]!r} is missing. Try another revision."
-        ) from None
-
-
 def _source(name: str) -> _Source | None:
     match = _BEIR_NAME.fullmatch(name)
     found = _Source("beir", f"mteb/{match[1]}", "default", None) if match else _SOURCES.get(name)

@@ -129,7 +129,7 @@ def subsample(
     return drawn
 
 
-class ResearchRecipe(Recipe):
+class ResearchRecipe(Recipe, frozen=True):
     """A recipe of this folder, or of the package; its data may be sets by name."""
 
     folder: ClassVar[Path] = Path(__file__).with_name("recipes")

@@ -10,6 +10,7 @@ kept and recall. Then they are measured on the sets of ``--dev``. Scores are kep
 import json
 import random
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -83,10 +84,7 @@ def groups_of(scored: Scored, measure: Callable[[Sequence[ScoredQuery]], Figures
 
 def compared(scored: Scored, rules: Sequence[Rule]) -> dict[str, Figures]:
     """What each rule, in words, does to the sets."""
-    return {
-        str(rule): groups_of(scored, lambda queries, rule=rule: figures_of(queries, rule))
-        for rule in rules
-    }
+    return {str(rule): groups_of(scored, partial(figures_of, rule=rule)) for rule in rules}
 
 
 def features(query: ScoredQuery) -> Array:

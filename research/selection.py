@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rsrank_rag.evaluation.datasets import LabelledQuery, dataset_name
 
@@ -40,12 +41,12 @@ def validation(folder: Path) -> dict[str, list[LabelledQuery]]:
     return sets
 
 
-def _source(row: dict) -> str:
+def _source(row: dict[str, Any]) -> str:
     """The document of a typed query, or its entry in everyday."""
-    return row.get("of") or row["id"].rpartition("-")[0]
+    return str(row.get("of") or row["id"].rpartition("-")[0])
 
 
-def _first(rows: Sequence[dict], count: int) -> list[LabelledQuery]:
+def _first(rows: Sequence[dict[str, Any]], count: int) -> list[LabelledQuery]:
     """So many queries, whatever their order in the file."""
     ordered = sorted(
         rows, key=lambda row: _digest(" ".join(re.findall(r"\w+", row["query"].lower())))

@@ -17,7 +17,7 @@ def run(tmp_path, monkeypatch):
     """Function: run the command for ten made-up queries -> the draws that it measured."""
     measured = []
 
-    def measure(_features, _base, numbers):
+    def measure(_features, _base, _rule, numbers):
         measured.append(numbers)
         if len(measured) == run.killed_at:
             raise KeyboardInterrupt

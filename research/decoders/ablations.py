@@ -104,7 +104,7 @@ def ablations(layers: int) -> Iterator[Ablation]:
         yield Ablation("loss", f"without {term}", fit={f"{term}_weight": 0.0})
     for count in QUERY_COUNTS:
         method = "gradient" if count else "random"
-        fit_options = {"epochs": SAMPLE_EPOCHS}
+        fit_options: dict[str, float] = {"epochs": SAMPLE_EPOCHS}
         yield Ablation("queries", str(count), method=method, queries=count, fit=fit_options)
     for share in SHARES_OF_LAYERS:
         count = round(share * layers)

@@ -7,12 +7,14 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any, Final
 
 import click
 import torch
 from torch import Tensor, nn
 
 from rsrank_rag.artifact.loading import open_model
+from rsrank_rag.backends.torch.backbone import Backbone
 from rsrank_rag.backends.torch.fusion import layers_of
 from rsrank_rag.backends.torch.weights import bits_of
 from rsrank_rag.cli.options import PATH, command
@@ -28,7 +30,7 @@ from .instruction import InstructedBackbone
 from .plan import Plan, in_order
 from .store import Store, parts_of, write_part
 
-DTYPE = "float16"
+DTYPE: Final = "float16"
 
 
 class SignalReader(ShiftReader):
@@ -36,6 +38,8 @@ class SignalReader(ShiftReader):
 
     Axes: N rows of one query, H KV heads, T scored query tokens, D head dimension, C hidden size.
     """
+
+    backbone: Backbone
 
     def read(self, rows: Sequence[Row], consume: Consume) -> Tensor:
         """As `ShiftReader.read`, with (N, H, T, 3 D + C / H) for each layer.
@@ -46,10 +50,10 @@ class SignalReader(ShiftReader):
 
         def joined(layer: int, shifts: Tensor) -> None:
             count, heads = shifts.shape[:2]
-            states = {
-                name: tensor.float().unflatten(2, (heads, -1)).transpose(1, 2)
-                for name, tensor in seen.items()
-            }
+            states = {}
+            for name, tensor in seen.items():
+                by_head = tensor.float().reshape(*tensor.shape[:2], heads, -1)
+                states[name] = by_head.transpose(1, 2)
             parts = [shifts, states["values"][:count]]
             for name in ("keys", "hidden"):
                 parts.append(states[name][:count] - states[name][count:])
@@ -57,12 +61,13 @@ class SignalReader(ShiftReader):
 
         hooks = []
         for layer in layers_of(self.backbone.model):
-            attention = layer.self_attn
+            attention: Any = layer.self_attn
             hooks.append(attention.k_proj.register_forward_hook(partial(_keep, seen, "keys")))
             hooks.append(attention.v_proj.register_forward_hook(partial(_keep, seen, "values")))
             hooks.append(layer.register_forward_pre_hook(partial(_keep_input, seen)))
         try:
-            return super().read(rows, joined)
+            similarity: Tensor = super().read(rows, joined)
+            return similarity
         finally:
             for hook in hooks:
                 hook.remove()

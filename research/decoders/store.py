@@ -91,7 +91,8 @@ class Store:
             selected = select(features.shifts, signal, self.head_dim)
             if selected is None:
                 return None
-            by_document = selected.unflatten(2, (-1, features.tokens))
+            layers, heads, _, width = selected.shape
+            by_document = selected.reshape(layers, heads, -1, features.tokens, width)
             count = len(features.relevant)
             documents.append(by_document[:, :, :count])
             places += parts[part]

@@ -120,8 +120,8 @@ def half(projection: Projection) -> Projection:
 
 def rule_for(sets: Mapping[str, Sequence[ScoredQuery]]) -> Rule:
     """The best rule on scored queries, where each set counts the same."""
-    queries = []
-    weights = []
+    queries: list[ScoredQuery] = []
+    weights: list[float] = []
     for rows in sets.values():
         queries += rows
         weights += [1 / len(rows)] * len(rows)

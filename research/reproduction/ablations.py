@@ -274,22 +274,21 @@ class Ablations:
         if ablation.scorer == "cosine":
             options = recipe.model.load_options()
             system = load(options.source(f"bi-encoder:{recipe.model.name}"))
-            found = {}
+            found: dict[str, list[ScoredQuery]] = {}
             for part in sets:
-                queries = part.load(recipe.fit.seed, titles=recipe.features.titles)
-                found[part.title] = score_dataset(system, queries)
+                labelled = part.load(recipe.fit.seed, titles=recipe.features.titles)
+                found[part.title] = score_dataset(system, labelled)
             return 0, 0, found
         features = {}
         for part in sets:
             features[part.title] = self._read(_evaluating(recipe, part), ablation)
+        found = {}
         if ablation.scorer == "oracle similarity":
-            found = {}
             for label, queries in features.items():
                 found[label] = [ScoredQuery(oracle_scores(q), q.relevant) for q in queries]
             return 0, 0, found
         train, projection = self._projection(ablation, recipe, seed)
         weights = dict(projection.named_parameters())
-        found = {}
         for label, queries in features.items():
             rows = [_part(query, ablation) for query in queries]
             found[label] = scored(rows, weights, device=device_for(recipe.model.device))

@@ -161,7 +161,7 @@ class _Run:
         """Of everything that scores depend on."""
         texts = [query.model_dump_json() for query in queries]
         options = part.options(self.options)
-        how = [options.dtype, options.weights, self.config.titles]
+        how = [options.dtype, options.quantised, self.config.titles]
         folder = parse(part.name)[1]  # another artifact in a local folder is another system
         state = state_of(Path(folder).iterdir()) if hub.is_folder(folder) else ""
         return sha(part.name, str(part.revision), str(how), state, *texts)

@@ -15,9 +15,9 @@ from torch.nn.functional import pad
 
 from rsrank_rag.backends.torch.backbone import Backbone
 from rsrank_rag.backends.torch.fusion import layers_of
-from rsrank_rag.backends.torch.probe import Reader, Show
+from rsrank_rag.backends.torch.probe import Reader
 from rsrank_rag.method.batches import Ids
-from rsrank_rag.method.prefix import Prefixes
+from rsrank_rag.method.prefix import Prefixes, Show
 from rsrank_rag.method.scoring import Consume, Row, ShiftReader
 from rsrank_rag.method.template import PromptTokenizer, private_copy
 
@@ -49,6 +49,8 @@ class SignalReader(ShiftReader):
     hidden size). `null`: what stands for "no document". Keys hold their position, which a document
     moves: they are compared at the same positions ("matched") or not at all ("none").
     """
+
+    backbone: Backbone
 
     def __init__(
         self,

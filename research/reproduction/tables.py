@@ -63,11 +63,12 @@ def page(
         }
     own_means = {}
     set_means = {}
-    for result in found.systems if found else ():
-        by_set = [fmean(own_best(found, label, row)) for label, row in result.sets.items()]
-        own_means[result.name] = fmean(by_set)
-        by_set = [fmean(set_best(found, label, row)) for label, row in result.sets.items()]
-        set_means[result.name] = fmean(by_set)
+    if found is not None:
+        for result in found.systems:
+            by_set = [fmean(own_best(found, label, row)) for label, row in result.sets.items()]
+            own_means[result.name] = fmean(by_set)
+            by_set = [fmean(set_best(found, label, row)) for label, row in result.sets.items()]
+            set_means[result.name] = fmean(by_set)
     stabilities = {}
     for system in measured:
         if set(system.scored) == set(sets):

@@ -89,7 +89,8 @@ def f1_gaps(comparison: Comparison, name: str, result: SetResult) -> list[float]
     """
     best = set_best(comparison, name, result)
     lost = np.subtract(own_best(comparison, name, result), best)
-    return np.maximum(lost, 0.0).tolist()
+    gaps: list[float] = np.maximum(lost, 0.0).tolist()
+    return gaps
 
 
 @dataclass(frozen=True, slots=True)

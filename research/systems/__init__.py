@@ -12,8 +12,5 @@ KINDS.update(
         ),
         "qwen3-reranker": Kind("research.systems.prompted.Qwen3Reranker"),
         "monot5": Kind("research.systems.prompted.MonoT5"),
-        "llm2vec-gen": Kind(
-            "research.systems.llm2vec_gen.LLM2VecGen", "McGill-NLP/LLM2Vec-Gen-Qwen3-8B"
-        ),
     }
 )

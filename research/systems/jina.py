@@ -1,7 +1,5 @@
 """Jina-reranker-v2, whose own code was written for transformers 4."""
 
-from pathlib import Path
-
 from transformers.models.xlm_roberta import modeling_xlm_roberta
 
 from rsrank_rag.backends.options import LoadOptions
@@ -19,7 +17,7 @@ class JinaReranker(CrossEncoder):
 
     def __init__(
         self,
-        name: str | Path = "jinaai/jina-reranker-v2-base-multilingual",
+        name: str = "jinaai/jina-reranker-v2-base-multilingual",
         *,
         revision: str | None = None,
         options: LoadOptions | None = None,

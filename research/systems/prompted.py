@@ -109,7 +109,7 @@ def load(
             model, report = model_class.from_pretrained(
                 name, output_loading_info=True, **hub, **arguments
             )
-        if options.weights is None:
+        if options.quantised is None:
             model = model.to(options.resolved_device())
     except LOAD_ERRORS as error:
         raise BackboneError(f"The language model {place} could not be loaded: {error}") from error

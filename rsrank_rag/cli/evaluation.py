@@ -27,6 +27,7 @@ from ..ranking import shadow
 from ..ranking.rule import Limits, Rule, plain
 from .options import (
     PATH,
+    RuleOptions,
     command,
     json_option,
     print_json,
@@ -34,7 +35,6 @@ from .options import (
     printable,
     progress,
     revision_option,
-    rule_options,
     show_waiting,
 )
 
@@ -93,14 +93,13 @@ def report(log: Path, list_calls: bool) -> None:
 )
 @revision_option
 @json_option
-@rule_options
 def evaluate(
     data: Sequence[Path],
     load: LoadOptions,
     model: Sequence[str],
     revision: str | None,
     as_json: bool,
-    limits: Limits,
+    rule_options: RuleOptions,
 ) -> None:
     """Measure on labelled passages what a rule keeps and how a model ranks.
 
@@ -119,6 +118,7 @@ def evaluate(
     """
     # What is missing is an error before the work.
     ranking_measures([])
+    limits = rule_options.limits()
     Rule(0.0).with_limits(limits)
     model = list(dict.fromkeys(model))
     for name in model:

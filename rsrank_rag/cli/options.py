@@ -9,18 +9,18 @@ from errno import ENOSPC
 from functools import wraps
 from inspect import isclass
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import click
 from click import echo, option
-from pydantic import BaseModel, PositiveInt, ValidationError
+from pydantic import AfterValidator, BaseModel, PositiveInt, ValidationError
 from safetensors import SafetensorError
 from tqdm import tqdm
 
 from ..adapters.kinds import forms
 from ..backends.options import LoadOptions, LoadSettings
 from ..errors import InputError, RSRankError, needs_torch, problems_of
-from ..reranker import Fallback, Limits, Native
+from ..reranker import Fallback, Limits
 from .process import hide_library_progress, prepare
 
 PATH = click.Path(path_type=Path)
@@ -42,60 +42,35 @@ documents_option = option(
 json_option = option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 
 
-def number_or_none(text: str) -> float | Native | None:
-    """A number, "native", or None where the text is "none"."""
+def _number(text: str) -> float | str | None:
+    """A part of the rule: a number, "native", or None for "none"."""
     if text == "native":
-        return "native"
+        return text
     return None if text == "none" else float(text)
 
 
-def fallback_or_none(text: str) -> Fallback | Native | None:
-    """A fallback of two numbers with a comma between them, "native", or None for "none"."""
-    if text == "native":
-        return "native"
-    if text == "none":
-        return None
+def _fallback(text: str) -> Fallback | float | str | None:
+    """The fallback: two numbers with a comma between them, "native", or None for "none"."""
+    if text in ("native", "none"):
+        return _number(text)
     max_gap, max_depth = map(float, text.split(","))
     return Fallback(max_gap, max_depth)
 
 
-RULE_OPTIONS = (
-    option(
-        "--threshold",
-        type=number_or_none,
-        metavar="NUMBER|none",
-        default="native",
-        help="Keep documents that score above it; none ranks only.",
-    ),
-    option(
-        "--max-gap",
-        type=number_or_none,
-        metavar="NUMBER|none",
-        default="native",
-        help="Drop documents further below the best one.",
-    ),
-    option(
-        "--fallback",
-        type=fallback_or_none,
-        metavar="GAP,DEPTH|none",
-        default="native",
-        help="If nothing scores above the threshold: how far below the best one, and how far below "
-        "the threshold, documents are kept.",
-    ),
-)
+class RuleOptions(BaseModel, use_attribute_docstrings=True):
+    """Options of commands that apply a rule."""
 
+    threshold: Annotated[Any, AfterValidator(_number)] = "native"
+    """Keep documents that score above this number. none: rank only."""
+    max_gap: Annotated[Any, AfterValidator(_number)] = "native"
+    """Drop documents further below the best one. none: no gap."""
+    fallback: Annotated[Any, AfterValidator(_fallback)] = "native"
+    """GAP,DEPTH: if nothing scores above the threshold, keep documents so far below the best one
+    and so far below the threshold. none: keep nothing."""
 
-def rule_options(function: Callable[..., None]) -> Callable[..., None]:
-    """Add an option for each part of the rule. The function gets all parts as ``limits``."""
-
-    @wraps(function)
-    def run(*, threshold: Any, max_gap: Any, fallback: Any, **arguments: Any) -> None:
-        limits = Limits(threshold=threshold, max_gap=max_gap, fallback=fallback)
-        function(limits=limits, **arguments)
-
-    for add in reversed(RULE_OPTIONS):
-        add(run)
-    return run
+    def limits(self) -> Limits:
+        """The parts as arguments of `Reranker.rank`."""
+        return Limits(threshold=self.threshold, max_gap=self.max_gap, fallback=self.fallback)
 
 
 class LoadingOptions(LoadSettings, use_attribute_docstrings=True):

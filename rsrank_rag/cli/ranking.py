@@ -19,10 +19,11 @@ from ..errors import InputError
 from ..prefixes.settings import CacheSettings
 from ..ranking.explanation import Explanation
 from ..ranking.rule import passes
-from ..reranker import Limits, RankResult
+from ..reranker import RankResult
 from ..texts import encodable
 from .options import (
     PATH,
+    RuleOptions,
     command,
     documents_option,
     json_option,
@@ -33,7 +34,6 @@ from .options import (
     progress,
     query_option,
     revision_option,
-    rule_options,
     show_waiting,
     system_option,
 )
@@ -100,7 +100,6 @@ def result_text(result: RankResult) -> str:
 @documents_option
 @system_option
 @revision_option
-@rule_options
 @option("--top-n", type=int, help="Keep at most this many.")
 @option(
     "--extract",
@@ -115,7 +114,7 @@ def rank(
     cache: CacheSettings,
     model: str,
     revision: str | None,
-    limits: Limits,
+    rule_options: RuleOptions,
     top_n: int | None,
     extract: Literal["sentences"] | None,
     as_json: bool,
@@ -133,6 +132,7 @@ def rank(
     texts = read_documents(documents)
     show_waiting(f"Loading {model} ...")
     ranker = load_reranker(load.source(model, revision, **dict(cache)))
+    limits = rule_options.limits()
     limits["top_n"] = top_n
     result = ranker.rank(encodable(query), texts, **limits, extract=extract)
     if as_json:
@@ -249,13 +249,11 @@ def score(
 
     `rsrank score --input pairs.jsonl --output scored.jsonl`
     """
-    from ..bulk.columns import PairScorer
-    from ..bulk.files import score_file
+    from ..bulk import score_file
 
     parse(model)
-    model_source = load.source(model, revision, **dict(cache))
-    scorer = PairScorer(partial(load_reranker, model_source), model)
-    numbers = score_file(source, output, scorer, partial(progress, description="Scoring"))
+    load_model = partial(load_reranker, load.source(model, revision, **dict(cache)))
+    numbers = score_file(source, output, load_model, partial(progress, description="Scoring"))
     errors = f"{numbers['errors']:,} without a score (column error)"
     echo(f"{output}: {numbers['rows']:,} rows, {errors}")
 

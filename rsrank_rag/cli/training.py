@@ -55,11 +55,10 @@ def train(
     Recipes: mini, your-data, encoder. The same command goes on after an interruption.
 
     Fine-tuning an artifact (the recipe mini, or `--base`) ends with a verdict: the artifact's
-    weights against fine-tuned ones, on queries left out of training. The artifact's own weights are
-    written if fine-tuning gains too little, or loses nDCG@5, precision, recall, F1 or answers
-    beyond chance, or if one of these counts fewer than 10 queries, or if there are fewer than 100
-    queries. Training measures in float32 and cuts long documents; `rsrank evaluate` measures the
-    artifact as it runs.
+    weights against fine-tuned ones, on queries left out of training. Fine-tuned weights are written
+    if there are 100 queries or more, and of nDCG@5, precision, recall, F1 and answers lost, one is
+    better beyond chance, none is worse, and none counts fewer than 10 queries. Training measures in
+    float32 and cuts long documents; `rsrank evaluate` measures the artifact as it runs.
     """
     with needs("Training needs {}.", "train", "torch", "transformers"):
         from ..training.estimate import estimate

@@ -136,12 +136,12 @@ class _Grid:
         bests = self.best[np.isfinite(self.best)]
         levels = np.quantile([*self._scores[reached], *bests], np.linspace(0, 1, THRESHOLDS))
         # A score has to be above a threshold, not at it.
-        levels = self._rounded(np.append(levels, present.min())) - 10.0**-self._decimals
+        levels = np.append(levels, present.min()) - 10.0**-self._decimals
         self.thresholds = self._ascending(levels)[::-1]
         distances = self.best[reached.nonzero()[0]] - self._scores[reached]
-        self.gaps = self._ascending(
-            -self._rounded(-np.quantile(distances, np.linspace(0, 1, GAPS)))
-        )
+        # Rounded up.
+        below = self._ascending(-np.quantile(distances, np.linspace(0, 1, GAPS)))
+        self.gaps = [-distance + 0.0 for distance in below[::-1]]
 
     def errors(self, threshold: float) -> float:
         """Share of the queries on which a threshold errs."""
@@ -155,7 +155,7 @@ class _Grid:
         distances = threshold - self.best[is_weak]
         levels = np.quantile(distances, np.linspace(0, 1, FALLBACKS))
         # A score has to be above the lowest depth, not at it.
-        return self._ascending(self._rounded(levels) + 10.0**-self._decimals)
+        return self._ascending(levels + 10.0**-self._decimals)
 
     def totals(self, rows: Array, above: float, max_gap: float | None) -> Array:
         """Weighted sums over some queries: documents kept, answers kept, and recall, (3,).
@@ -173,12 +173,8 @@ class _Grid:
         weights = self._answer_weights[rows]
         return np.array([self._weights[rows] @ kept.sum(1), weights @ (hits > 0), weights @ recall])
 
-    def _rounded(self, values: Array) -> Array:
-        """Values rounded down to the decimals of the grid."""
-        scale = 10.0**self._decimals
-        down: Array = np.floor(values * scale) / scale
-        return down
-
     def _ascending(self, values: Array) -> list[float]:
-        """Distinct values. Each has no more digits than it needs, and zero no sign."""
-        return sorted({round(value, self._decimals) + 0.0 for value in values.tolist()})
+        """Distinct values, rounded down to the decimals of the grid. Zero has no sign."""
+        scale = 10.0**self._decimals
+        down = np.floor(values * scale) / scale
+        return sorted({round(value, self._decimals) + 0.0 for value in down.tolist()})

@@ -15,9 +15,6 @@ from ..reading.titles import lines_before
 
 logger = logging.getLogger(__name__)
 
-# Bytes. A longer line, as a compressed file can hold it, would fill the memory.
-LONGEST_LINE = 100_000_000
-
 
 class LabelledDocument(BaseModel, frozen=True):
     """A passage and its label. Other fields of the line are ignored."""
@@ -123,18 +120,14 @@ def read_lines(path: Path) -> Iterator[tuple[str, bytes]]:
     A file whose name ends in ``.gz`` is decompressed.
 
     Raises:
-        InputError: The file cannot be read, or a line is longer than `LONGEST_LINE`.
+        InputError: The file cannot be read.
     """
     try:
         with opener(path)(path, "rb") as file:
-            lines = iter(lambda: file.readline(LONGEST_LINE), b"")
-            for number, line in enumerate(lines, start=1):
-                place = f"{path}, line {number}"
-                if len(line) == LONGEST_LINE:
-                    raise InputError(f"{place} is longer than {LONGEST_LINE:,} bytes.")
+            for number, line in enumerate(file, start=1):
                 if line.strip():
                     # Some editors begin a file with a byte order mark.
-                    yield place, line.removeprefix(codecs.BOM_UTF8)
+                    yield f"{path}, line {number}", line.removeprefix(codecs.BOM_UTF8)
     except (OSError, EOFError, zlib.error) as error:
         raise InputError(f"{path} could not be read: {error}") from error
 

@@ -15,7 +15,6 @@ Array = NDArray[np.float64]
 LEVEL = 0.95  # confidence level of the intervals
 RESAMPLES = 2000  # bootstrap samples
 FEWEST = 10  # of fewer numbers, a bootstrap interval is far too narrow
-ROUNDING = 1e-9  # means that differ by less are equal
 
 
 class Record(BaseModel):
@@ -46,14 +45,6 @@ class Estimate(Record):
         if self.low is None or self.high is None or self.low == self.high:
             return number(self.mean)
         return f"{number(self.mean)} ({number(self.low)} to {number(self.high)})"
-
-    def is_below(self, value: float) -> bool:
-        """Whether all of the interval is below a value, by more than rounding.
-
-        Without an interval, the mean decides.
-        """
-        highest = self.mean if self.high is None else self.high
-        return highest < value - ROUNDING
 
 
 def estimate_mean(*samples: ArrayLike) -> Estimate:

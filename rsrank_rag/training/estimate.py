@@ -54,7 +54,7 @@ class Estimate:
             f"pairs    {self.pairs:,}, with {self.tokens:,} tokens\n"
             f"disk     {self.disk / 1e9:,.2f} GB for features\n"
             f"memory   {self.memory / 1e9:,.2f} GB for the language model's weights, and batches\n"
-            f"time     about {_duration(self.hours)} on this machine"
+            f"time     about {self.hours:,.2f} hours on this machine"
         )
 
 
@@ -91,7 +91,7 @@ def estimate(
         template = base.template
         dimension = base.projection_dim
         tuning = recipe.fine_tuning
-        passes = tuning.folds * len(tuning.penalties) * tuning.iterations
+        passes = (tuning.folds + 1) * tuning.iterations
         last_layer = base.layers[-1]
         layers = len(base.layers)
     config, tokenizer = model or _read_model(name)
@@ -155,9 +155,3 @@ def _operations_a_second(device: torch.device) -> float:
     # `item` waits for the device.
     seconds = min(timeit.repeat(lambda: (matrix @ matrix)[0, 0].item(), number=1, repeat=4))
     return 2.0 * size**3 / seconds
-
-
-def _duration(hours: float) -> str:
-    if hours < 1:
-        return f"{max(1, round(60 * hours))} min"
-    return f"{hours:,.1f} h"

@@ -3,21 +3,18 @@
 Training minimises the loss of all queries plus ``penalty / 2`` times the squared change of the
 weights. The unit of a change moves a typical score equally in every artifact.
 
-Several penalties are tried. Cross-validation chooses the penalty with the highest mean of nDCG@5
-and F1 at zero on queries left out of training. Fine-tuning gains if this mean is above the base's
-mean by more than a standard error.
+Cross-validation scores each query with weights that were trained without it.
 
 If an artifact has weights besides B, few queries change only those other weights. The other weights
 are few, and each of them moves scores more than a number of B does.
 """
 
 import copy
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from pydantic import BaseModel, Field, PositiveInt
+from pydantic import BaseModel, Field, PositiveFloat, PositiveInt
 from torch import Tensor
 from torch.nn.functional import softplus
 
@@ -33,7 +30,6 @@ from .feature_scores import (
     scored,
 )
 from .store import QueryFeatures
-from .verdict import measure
 
 # By how much a change of one unit moves a typical score, by tensor. The three similarity weights
 # are few and hard to overfit, so they may move more than the many numbers of B and of the heads.
@@ -43,8 +39,8 @@ MOVES = {"weight": 0.3, "head_weight": 0.3, "agreement": 1.0}
 class FineTuningOptions(BaseModel, extra="forbid", frozen=True):
     """How an artifact's weights are fine-tuned."""
 
-    penalties: tuple[float, ...] = Field(default=(10.0, 3.0, 1.0), min_length=1)
-    """Tried one after another, from the greatest to the smallest."""
+    penalty: PositiveFloat = 3.0
+    """On the squared change of the weights."""
     folds: int = Field(default=5, ge=2)
     """Parts that are left out of training, one after another."""
     projection_from: int = 300
@@ -59,17 +55,11 @@ class FineTuned:
 
     Attributes:
         projection: The weights, trained on all queries.
-        penalty: The penalty of these weights.
-        gains: Whether the mean of nDCG@5 and F1 on queries left out is higher with this penalty
-            than with the artifact's weights, by more than a standard error.
         before: The queries left out, scored with the artifact's weights, less its threshold.
-        after: The same queries, scored with fine-tuned weights. A query's weights were trained
-            without it, with the penalty that was best for queries of the other folds.
+        after: The same queries, each scored with weights that were trained without it.
     """
 
     projection: Projection
-    penalty: float
-    gains: bool
     before: list[ScoredQuery]
     after: list[ScoredQuery]
 
@@ -98,44 +88,18 @@ def fine_tune(
     """
     check_labels(features)
     tuner = _Tuner(features, base, options, device)
-    penalties = (math.inf, *options.penalties)
     everything = range(len(features))
-    # By fold and penalty.
-    held_out = []
-    for numbers in watch(folds(len(features), options.folds)):
-        rest = sorted({*everything} - {*numbers})
-        left_out = tuner.features_of(numbers)
-        path = tuner.path(rest, penalties)
-        of_base, *of_tuned = [scored(left_out, weights, device=device) for weights in path]
-        held_out.append([[query.shifted(threshold) for query in of_base], *of_tuned])
-    values = [torch.stack(list(map(_values, fold))) for fold in held_out]
     before: list[ScoredQuery] = []
     after: list[ScoredQuery] = []
-    for number, fold in enumerate(held_out):
-        others = [*values[:number], *values[number + 1 :]]
-        before += fold[0]
-        after += fold[_best(torch.cat(others, 1))]
-    together = torch.cat(values, 1)
-    best = _best(together)
-    gain = together[best] - together[0]
-    # Of a single query, the error is not a number.
-    error = gain.std() / math.sqrt(len(gain))
-    *_, weights = tuner.path(everything, penalties[: best + 1])
+    for numbers in watch(folds(len(features), options.folds)):
+        left_out = tuner.features_of(numbers)
+        of_base = scored(left_out, tuner.weights, device=device)
+        before += [query.shifted(threshold) for query in of_base]
+        rest = sorted({*everything} - {*numbers})
+        after += scored(left_out, tuner.train(rest), device=device)
     projection = copy.deepcopy(base)
-    projection.load_state_dict({**base.state_dict(), **weights})
-    gains = bool(gain.mean() > error)
-    return FineTuned(projection, penalties[best], gains, before, after)
-
-
-def _values(queries: Sequence[ScoredQuery]) -> Tensor:
-    """The mean of each query's nDCG@5 and F1 at zero, (queries,)."""
-    measures = measure(queries)
-    return torch.from_numpy((measures["ndcg@5"] + measures["f1"]) / 2)
-
-
-def _best(values: Tensor) -> int:
-    """Row of the best penalty of (1 + penalties, queries); the first row is the base's."""
-    return 1 + int(values[1:].mean(1).argmax())
+    projection.load_state_dict({**base.state_dict(), **tuner.train(everything)})
+    return FineTuned(projection, before, after)
 
 
 def fine_tuning_loss(scores: Tensor, relevant: Tensor, irrelevant: Tensor) -> Tensor:
@@ -187,25 +151,11 @@ class _Tuner:
         self.features = features
         self.weights = weights
 
-    def path(
-        self, numbers: Sequence[int], penalties: Sequence[float]
-    ) -> Iterator[dict[str, Tensor]]:
-        """The weights that queries lead to with each penalty, from the greatest to the smallest."""
-        self.units = self._units(self.features_of(numbers))
-        change = {
-            name: torch.zeros_like(weight, requires_grad=True)
-            for name, weight in self.weights.items()
-        }
-        for penalty in penalties:
-            if math.isfinite(penalty):
-                self._minimise(change, numbers, penalty)
-            yield self._moved(change)
-
     def features_of(self, numbers: Sequence[int]) -> list[QueryFeatures]:
         """Features of some queries."""
         return [self.features[number] for number in numbers]
 
-    def _units(self, features: Sequence[QueryFeatures]) -> dict[str, Tensor]:
+    def units(self, features: Sequence[QueryFeatures]) -> dict[str, Tensor]:
         """How far to move a tensor for its `MOVES`: divided by the root mean square gradient.
 
         The gradient of a sum with random signs has, in the mean, the squared length of all scores'
@@ -226,8 +176,13 @@ class _Tuner:
         scales = (count / squares.clamp_min(1e-12)).sqrt()
         return {name: MOVES[name] * scale for name, scale in zip(free, scales, strict=True)}
 
-    def _minimise(self, change: dict[str, Tensor], numbers: Sequence[int], penalty: float) -> None:
+    def train(self, numbers: Sequence[int]) -> dict[str, Tensor]:
+        """The weights of the least loss and penalty on some queries."""
         features = self.features_of(numbers)
+        units = self.units(features)
+        change = {}
+        for name, weight in self.weights.items():
+            change[name] = torch.zeros_like(weight, requires_grad=True)
         optimizer = torch.optim.LBFGS(
             list(change.values()),
             max_iter=self.options.iterations,
@@ -236,21 +191,22 @@ class _Tuner:
             line_search_fn="strong_wolfe",
         )
 
+        def moved() -> dict[str, Tensor]:
+            return {
+                name: weight + units[name] * change[name] for name, weight in self.weights.items()
+            }
+
         def closure() -> Tensor:
             optimizer.zero_grad()
             squares = [part.square().sum() for part in change.values()]
-            total = penalty / 2 * torch.stack(squares).sum()
+            total = self.options.penalty / 2 * torch.stack(squares).sum()
             total.backward()  # type: ignore[no-untyped-call]
             for batch in batches(features, BATCH_QUERIES, self.device):
-                scores, _ = batch_scores(self._moved(change), batch)
+                scores, _ = batch_scores(moved(), batch)
                 loss = fine_tuning_loss(scores, batch.relevant, batch.irrelevant).sum()
                 loss.backward()  # type: ignore[no-untyped-call]
                 total = total.detach() + loss.detach()
             return total
 
         optimizer.step(closure)  # type: ignore[no-untyped-call]
-
-    def _moved(self, change: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {
-            name: weight + self.units[name] * change[name] for name, weight in self.weights.items()
-        }
+        return moved()

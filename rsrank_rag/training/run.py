@@ -5,7 +5,7 @@ Features stay in the output folder, so that the same recipe goes on where it sto
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -40,13 +40,13 @@ class Result:
     """Weights, and what is known of them."""
 
     projection: Projection
-    # What scores above the threshold, measured on queries held out.
+    # Measured by the artifact's rule on queries held out.
     metrics: dict[str, float]
     settings: dict[str, Any]
     # Which weights these are, and why, in a sentence.
     written: str
-    # Why fine-tuned weights should not be written; empty if nothing speaks against them.
-    problem: str = ""
+    # Why fine-tuned weights should not be written; None if nothing speaks against them.
+    problem: str | None = None
     # Of fine-tuning: the base's weights against fine-tuned ones, on queries held out.
     verdict: Verdict | None = None
 
@@ -99,7 +99,7 @@ class TrainingRun:
         """The recipe's queries.
 
         Raises:
-            InputError: There are too few queries, or one has no document with text.
+            InputError: There are too few queries.
         """
         recipe = self.recipe
         queries = recipe.read_queries()
@@ -109,11 +109,6 @@ class TrainingRun:
                 f"{recipe.minimum_queries}. Pass --data FILE with more. Fine-tuning an artifact "
                 "(--config mini) needs 2."
             )
-        for query in queries:
-            if not any(document.content().strip() for document in query.documents):
-                raise InputError(
-                    f"Query {query.id!r} has no document with text. Remove it from the data."
-                )
         return queries
 
     def run(self) -> Result:
@@ -233,41 +228,32 @@ class TrainingRun:
         device: torch.device,
         base: Projection,
     ) -> Result:
-        """Fine-tuned weights, or the base's if fine-tuning gains nothing or may lose something."""
+        """Fine-tuned weights, or the base's if there is a `Verdict.problem`."""
         recipe = self.recipe
         watch = partial(self._bar, desc="folds", unit="fold")
         config = self._model.config
-        threshold = config.threshold
         tuned = fine_tune(
-            features, base, recipe.fine_tuning, threshold=threshold, device=device, watch=watch
+            features,
+            base,
+            recipe.fine_tuning,
+            threshold=config.threshold,
+            device=device,
+            watch=watch,
         )
         titles = [part.title for part in recipe.data]
         warn_of_reuse(str(recipe.base), config.training.data, titles)
-        verdict = judge(tuned.before, tuned.after)
+        verdict = judge(tuned.before, tuned.after, replace(config.rule, threshold=0.0))
         write_text(self.output / "verdict.json", verdict.model_dump_json(indent=2) + "\n")
-        settings: dict[str, Any] = {
-            "method": "fine-tuning",
-            "base": str(recipe.base),
-            "penalty": str(tuned.penalty),
-            "outcome": verdict.outcome,
-        }
-        problems = []
-        if not tuned.gains:
-            problems.append(
-                "no penalty gained more than a standard error in the mean of nDCG@5 and F1 on "
-                "queries held out"
-            )
-        if verdict.problem:
-            problems.append(verdict.problem)
-        problem = "; ".join(problems)
+        settings = recipe.fine_tuning.model_dump()
+        settings |= {"method": "fine-tuning", "base": recipe.base, "outcome": verdict.outcome}
+        problem = verdict.problem
         projection = base
         written = f"the weights of {recipe.base}, unchanged: {problem}"
         if self.force or not problem:
             projection = tuned.projection
             written = f"fine-tuned weights, {verdict} on {verdict.queries} queries held out"
-            if threshold:
-                written += f"; threshold 0, no longer {threshold:g}"
-            written += f"; penalty {tuned.penalty:g}"
+            if config.threshold:
+                written += f"; threshold 0, no longer {config.threshold:g}"
             if problem:
                 written += f"; forced: {problem}"
         metrics = {name: estimate.mean for name, estimate in verdict.after.items()}

@@ -32,6 +32,9 @@ RULE_MEASURES = {
 
 LESS_IS_BETTER = ("lost", "kept")
 
+ZERO = Rule(0.0)
+"""The paper's rule."""
+
 # Fewer queries cannot rule out a loss. Of 20 draws of 20 queries in which nothing was lost beyond
 # chance, all 20 lost something on other queries (docs/few-queries.json). Nothing was measured
 # between 50 and 100.
@@ -71,14 +74,14 @@ class Verdict(Record):
     def problem(self) -> str | None:
         """Why fine-tuned weights should not be written; None if nothing speaks against them.
 
-        A measure is lost or cannot be judged, or the queries are few.
+        No measure is gained, one is lost or cannot be judged, or the queries are few.
         """
         if self.queries < FEW_QUERIES and not self.losses:
             return (
                 f"{self.queries} queries held out (fewer than {FEW_QUERIES}) cannot rule out a loss"
             )
-        if self.losses or self.unjudged:
-            return f"fine-tuned weights are {self} on {self.queries} queries held out"
+        if self.outcome != "better" or self.unjudged:
+            return f"the result on {self.queries} queries held out is {self}"
         return None
 
     @property
@@ -116,12 +119,14 @@ class Verdict(Record):
         return change.low, change.high
 
 
-def judge(before: Sequence[ScoredQuery], after: Sequence[ScoredQuery]) -> Verdict:
-    """Compare two scorings of the same queries, with zero as the threshold.
+def judge(
+    before: Sequence[ScoredQuery], after: Sequence[ScoredQuery], rule: Rule = ZERO
+) -> Verdict:
+    """Compare two scorings of the same queries by one rule.
 
     Needs ir-measures (the ``eval`` extra).
     """
-    return verdict_on(measure(before), measure(after))
+    return verdict_on(measure(before, rule), measure(after, rule))
 
 
 def verdict_on(before: Mapping[str, Array], after: Mapping[str, Array]) -> Verdict:
@@ -138,7 +143,7 @@ def verdict_on(before: Mapping[str, Array], after: Mapping[str, Array]) -> Verdi
     return verdict
 
 
-def measure(queries: Sequence[ScoredQuery]) -> dict[str, Array]:
-    """`MEASURES` of each query, (queries,), of what scores above zero."""
-    values = {**ranking_measures(queries), **selection_measures(queries, Rule(0.0))}
+def measure(queries: Sequence[ScoredQuery], rule: Rule = ZERO) -> dict[str, Array]:
+    """`MEASURES` of each query, (queries,), by a rule."""
+    values = {**ranking_measures(queries), **selection_measures(queries, rule)}
     return {name: values[name] for name in MEASURES}

@@ -136,13 +136,6 @@ def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path):
     assert [query.query for query in read_labelled(tmp_path / "a.jsonl")] == ["Is it wet?"]
 
 
-def test_a_line_that_would_fill_the_memory_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets, "LONGEST_LINE", 1000)
-    (tmp_path / "bomb.jsonl.gz").write_bytes(gzip.compress(bytes(10_000)))
-    with pytest.raises(InputError, match="line 1 is longer than 1,000 bytes"):
-        read_labelled(tmp_path / "bomb.jsonl.gz")
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [

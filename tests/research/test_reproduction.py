@@ -100,7 +100,6 @@ def test_the_papers_configuration_is_its_protocol():
     assert [part.name for part in found.systems] == [
         "monot5:base",
         "monot5:3b",
-        "llm2vec-gen",
         "qwen3-reranker:8b",
         "mini",
     ]

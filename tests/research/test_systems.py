@@ -14,7 +14,6 @@ from conftest import CHAT, DOCUMENTS, LAYERS, QUERY, byte_level_tokenizer, load_
 from hub_server import HubServer, connected, files_of
 from reference import reference_values
 from test_generative import save_qwen, save_t5
-from test_llm2vec_gen import save as save_llm2vec_gen
 from tokenizers import processors
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -315,12 +314,6 @@ def test_oracle_scores_of_features_by_hand():
         ("qwen3-reranker:8b", "qwen3-reranker", "8b"),
         ("qwen3-reranker:/models/mine", "qwen3-reranker", "/models/mine"),
         ("monot5:castorini/monot5-3b-msmarco-10k", "monot5", "castorini/monot5-3b-msmarco-10k"),
-        ("llm2vec-gen", "llm2vec-gen", "McGill-NLP/LLM2Vec-Gen-Qwen3-8B"),
-        (
-            "llm2vec-gen:McGill-NLP/LLM2Vec-Gen-Qwen3-06B",
-            "llm2vec-gen",
-            "McGill-NLP/LLM2Vec-Gen-Qwen3-06B",
-        ),
         ("bge-reranker-v2-m3", "bge-reranker-v2-m3", "BAAI/bge-reranker-v2-m3"),
         ("jina-reranker-v2", "jina-reranker-v2", "jinaai/jina-reranker-v2-base-multilingual"),
         ("cross-encoder:a/b", "cross-encoder", "a/b"),
@@ -340,9 +333,7 @@ def test_an_unknown_name_is_answered_with_all_names(text):
     assert all(name in forms() for name in KINDS)
 
 
-@pytest.mark.parametrize(
-    "text", ["monot5", "monot5:", "bi-encoder", "bm25:okapi", "bm25:", "llm2vec-gen:"]
-)
+@pytest.mark.parametrize("text", ["monot5", "monot5:", "bi-encoder", "bm25:okapi", "bm25:"])
 def test_a_name_written_the_wrong_way_is_answered_with_the_right_one(text):
     with pytest.raises(InputError, match=r"is not how that system is written\. Write "):
         parse(text)
@@ -358,18 +349,7 @@ def test_names_are_listed_without_loading_torch():
 
 def test_hub_ids_of_every_kind_are_loaded_from_the_hub(tmp_path, own_code):
     """The real client and loaders, and a local Hub with tiny models under the real names."""
-    adapters = save_llm2vec_gen(tmp_path / "llm2vec")
-    base = files_of(adapters.parent / "base")
-    config = adapters / "run_config.yml"
-    config.write_text(
-        config.read_text().replace(str(adapters.parent / "base"), "Qwen/Qwen3-8B"), encoding="utf-8"
-    )
     published = {
-        "Qwen/Qwen3-8B": base,
-        "McGill-NLP/LLM2Vec-Gen-Qwen3-8B": {
-            **files_of(adapters),
-            "decoder/adapter_model.safetensors": b"unused",
-        },
         "Qwen/Qwen3-Reranker-0.6B": files_of(save_qwen(tmp_path / "qwen")),
         "castorini/monot5-base-msmarco": files_of(save_t5(tmp_path / "t5")),
         "BAAI/bge-reranker-v2-m3": files_of(save_cross_encoder(tmp_path / "bge")),
@@ -388,15 +368,11 @@ def test_hub_ids_of_every_kind_are_loaded_from_the_hub(tmp_path, own_code):
             for text in (
                 "qwen3-reranker:0.6b",
                 "monot5:base",
-                "llm2vec-gen",
                 "bge-reranker-v2-m3",
                 "jina-reranker-v2",
             )
         }
-        assert not [
-            path for _, path in hub.log if "decoder" in path and path.endswith("safetensors")
-        ]
-    assert [system.threshold for system in found.values()] == [0.5, 0.5, 0.0, 0.0, 0.0]
+    assert [system.threshold for system in found.values()] == [0.5, 0.5, 0.0, 0.0]
     for system in found.values():
         assert len(set(system.score(QUERY, DOCUMENTS))) > 1
 

@@ -12,7 +12,7 @@ from rsrank_rag import RSRank
 from rsrank_rag.backends.options import LoadOptions
 from rsrank_rag.backends.torch.check import open_backbone
 from rsrank_rag.backends.torch.loading import load_model
-from rsrank_rag.errors import InputError, TrainingError
+from rsrank_rag.errors import TrainingError
 from rsrank_rag.evaluation.datasets import LabelledDocument, LabelledQuery
 from rsrank_rag.method.scoring import ShiftReader
 from rsrank_rag.method.template import PromptTokenizer
@@ -204,14 +204,6 @@ def test_a_damaged_file_is_one_clear_error(extractor, tmp_path):
         path.write_bytes(damaged)
         with pytest.raises(TrainingError, match=r"is damaged .* Remove it and run the same"):
             read_features(path)
-
-
-def test_a_query_without_text_in_its_documents_is_named(small_run):
-    blank = (LabelledDocument(id="e", text=" ", relevant=True),)
-    first, second = labelled(2)
-    queries = [first, second.model_copy(update={"documents": blank})]
-    with pytest.raises(InputError, match="Query 'q1' has no document with text"):
-        small_run(data=queries).extract()
 
 
 def test_values_that_overflow_are_refused(loaded, monkeypatch):

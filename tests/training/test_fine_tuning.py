@@ -21,6 +21,7 @@ from rsrank_rag.errors import InputError
 from rsrank_rag.evaluation.metrics import ScoredQuery
 from rsrank_rag.evaluation.statistics import folds
 from rsrank_rag.method.scoring import ShiftReader
+from rsrank_rag.ranking.rule import Fallback
 from rsrank_rag.training import fine_tuning
 from rsrank_rag.training import run as run_module
 from rsrank_rag.training.feature_scores import scored as scored_by_weights
@@ -137,18 +138,18 @@ def plain_loss(weights, features):
 @pytest.mark.parametrize("projection_from", [0, 300])
 def test_the_weights_are_those_of_the_least_loss_and_squared_change(base, projection_from):
     features = separable_features(3)
-    near = fine_tuning._Tuner(
-        features, base, FineTuningOptions(projection_from=projection_from), torch.device("cpu")
-    )
-    *_, found = near.path(range(3), (math.inf, 2.0))
+    options = FineTuningOptions(penalty=2.0, projection_from=projection_from)
+    near = fine_tuning._Tuner(features, base, options, torch.device("cpu"))
+    units = near.units(features)
+    found = near.train(range(3))
     start = {name: weight.detach().double() for name, weight in base.named_parameters()}
     trained = {name: found.get(name, weight).detach().double() for name, weight in start.items()}
 
     def objective(moved):
-        change = torch.tensor(moved) * near.units["agreement"].double()
+        change = torch.tensor(moved) * units["agreement"].double()
         penalty = sum(
-            (((trained[n] - start[n]) / near.units[n]) ** 2).sum().item()
-            for n in near.units
+            (((trained[n] - start[n]) / units[n]) ** 2).sum().item()
+            for n in units
             if n != "agreement"
         )
         weights = {**trained, "agreement": start["agreement"] + change}
@@ -160,17 +161,16 @@ def test_the_weights_are_those_of_the_least_loss_and_squared_change(base, projec
         method="Nelder-Mead",
         options={"xatol": 1e-4, "fatol": 1e-7, "maxiter": 5000},
     )
-    expected = start["agreement"] + torch.tensor(best.x) * near.units["agreement"]
+    expected = start["agreement"] + torch.tensor(best.x) * units["agreement"]
     assert trained["agreement"].tolist() == pytest.approx(expected.tolist(), abs=0.01)
 
 
-def test_few_queries_move_the_weights_less_than_many_and_an_infinite_penalty_not_at_all(base):
+def test_few_queries_move_the_weights_less_than_many(base):
     features = separable_features(40)
-    near = fine_tuning._Tuner(features, base, FineTuningOptions(), torch.device("cpu"))
-    (same, few), (_, many) = (list(near.path(range(count), (math.inf, 10.0))) for count in (4, 40))
+    near = fine_tuning._Tuner(features, base, FineTuningOptions(penalty=10.0), torch.device("cpu"))
+    few, many = (near.train(range(count)) for count in (4, 40))
     # Without B, of which so few queries say nothing.
     assert list(many) == ["head_weight", "agreement"]
-    assert all(torch.equal(weight, getattr(base, name)) for name, weight in same.items())
     moved = [(weights["agreement"] - base.agreement).abs().max() for weights in (few, many)]
     assert 0 < moved[0] < moved[1]
 
@@ -182,7 +182,7 @@ def test_queries_that_are_left_out_do_not_change_the_weights(base):
         tuner = fine_tuning._Tuner(
             [*seen, *left_out], base, FineTuningOptions(), torch.device("cpu")
         )
-        trained.append(next(tuner.path(range(8), (3.0,))))
+        trained.append(tuner.train(range(8)))
     assert all(torch.equal(trained[0][name], trained[1][name]) for name in trained[0])
 
 
@@ -195,7 +195,6 @@ def test_training_finds_the_zero_of_a_domain_and_says_so(base):
         > statistics.fmean(f1_at(q, 0.0) for q in before) + 0.2
     )
     assert judge(found.before, found.after).outcome == "better"
-    assert found.gains
     in_turn = [features[number] for held in folds(20, 5) for number in held]
     assert [row.relevant for row in found.before] == [query.relevant for query in in_turn]
     expected = [score for row in scored(in_turn, base, device="cpu") for score in row.scores]
@@ -218,9 +217,9 @@ def test_labels_at_random_bring_no_gain_over_the_base_at_its_threshold(base, thr
     # What best can be said of them: one in four is relevant.
     fitting.agreement.data = torch.tensor([0.0, 0.0, threshold - 1.1])
     fitting.head_weight.data.zero_()
-    options = FineTuningOptions(penalties=(0.001,))
+    options = FineTuningOptions(penalty=0.001)
     found = fine_tune(features, fitting, options, threshold=threshold, device="cpu")
-    assert not found.gains
+    assert judge(found.before, found.after).problem
     assert max(score for query in found.before for score in query.scores) < 0
     # What is measured is what fine-tuning would have done, not the base once more.
     assert all(a.scores != b.scores for a, b in zip(found.before, found.after, strict=True))
@@ -243,17 +242,17 @@ SETTINGS = ("--set", "model.device=cpu", "--set", "model.dtype=float32")
 
 @pytest.fixture
 def train(fused, monkeypatch, tmp_path):
-    """Function: scores before and after on queries held out, penalty -> what the command says.
+    """Function: scores before and after on queries held out -> what the command says.
 
     The fine-tuned weights differ from the artifact's by 1 in each similarity weight.
     """
     data = written(tmp_path / "own.jsonl", labelled(4))
 
-    def run_with(before, after, *options, gains=True):
+    def run_with(before, after, *options):
         def tuned(features, projection, options, **settings):
             moved = copy.deepcopy(projection)
             moved.agreement.data += 1
-            return FineTuned(moved, 1.0, gains, before, after)
+            return FineTuned(moved, before, after)
 
         monkeypatch.setattr(run_module, "fine_tune", tuned)
         arguments = ("train", "--base", fused, "--data", data, "--output", tmp_path / "run")
@@ -283,7 +282,10 @@ def test_a_loss_of_recall_alone_is_named_and_the_base_is_written(train, fused, t
     said = train(before, after)
     assert "recall changes by -0.300" in said
     assert "the share of answers lost changes by 0.300" in said
-    assert f"written: the weights of {fused}, unchanged: fine-tuned weights are worse" in said
+    assert (
+        f"written: the weights of {fused}, unchanged: the result on 40 queries held out is worse"
+        in said
+    )
     assert moved_by(fused, tmp_path) == 0.0
     card = (tmp_path / "run" / "artifact" / "README.md").read_text()
     assert "unchanged" in card
@@ -298,7 +300,6 @@ def test_fine_tuned_weights_that_lose_something_are_written_by_force_and_named(
     assert "written: the weights of" in train(before, after)
     said = train(before, after, "--force")
     assert "written: fine-tuned weights, worse:" in said
-    assert "penalty 1" in said
     assert moved_by(fused, tmp_path) == 1.0
 
 
@@ -321,7 +322,7 @@ def test_the_base_is_written_where_few_queries_cannot_rule_out_a_loss(train, fus
     assert moved_by(fused, tmp_path) == 1.0
 
 
-def test_fine_tuned_weights_that_gain_are_written_with_their_penalty(train, fused, tmp_path):
+def test_fine_tuned_weights_that_gain_are_written(train, fused, tmp_path):
     said = train(*scorings(100, help=0.8))
     assert "verdict on the fine-tuned weights: better: " in said
     assert "force" not in said
@@ -329,19 +330,20 @@ def test_fine_tuned_weights_that_gain_are_written_with_their_penalty(train, fuse
     assert moved_by(fused, tmp_path) == 1.0
 
 
-def test_a_base_that_no_penalty_improves_is_said_to_be_written(train, fused, tmp_path):
-    before, _ = scorings()
-    said = train(before, before, gains=False)
+def test_a_base_that_nothing_improves_is_said_to_be_written(train, fused, tmp_path):
+    before, _ = scorings(100)
+    said = train(before, before)
     assert "verdict on the fine-tuned weights: no difference beyond chance" in said
-    assert f"written: the weights of {fused}, unchanged: no penalty gained more than" in said
+    problem = "the result on 100 queries held out is no difference beyond chance"
+    assert f"written: the weights of {fused}, unchanged: {problem}" in said
     assert moved_by(fused, tmp_path) == 0.0
     settings = hub.read_config(tmp_path / "run" / "artifact").training.settings
     assert settings == hub.read_config(fused).training.settings
     assert "--force writes the fine-tuned weights." in said
     # Force writes them here, too.
-    said = train(before, before, "--force", gains=False)
+    said = train(before, before, "--force")
     assert "written: fine-tuned weights, " in said
-    assert "; forced: no penalty gained more than a standard error" in said
+    assert f"; forced: {problem}" in said
     assert moved_by(fused, tmp_path) == 1.0
 
 
@@ -354,7 +356,7 @@ def test_what_was_known_of_the_base_is_known_of_its_copy(train, fused, tmp_path)
     hub.write_derived(base, config, projection, fused)
     (base / hub.LIMITS).write_text("English only.")
     before, _ = scorings()
-    train(before, before, "--base", base, gains=False)
+    train(before, before, "--base", base)
     kept = hub.read_config(tmp_path / "run" / "artifact")
     train(*scorings(100, help=0.8), "--base", base)
     tuned = hub.read_config(tmp_path / "run" / "artifact")
@@ -378,8 +380,19 @@ def test_fine_tuned_weights_of_a_tuned_base_say_that_their_threshold_is_zero(
     config = hub.read_config(fused).model_copy(update={"threshold": 0.25})
     hub.write_derived(tmp_path / "base", config, hub.read_projection(fused, config), fused)
     said = train(*scorings(100, help=0.8), "--base", tmp_path / "base", "--force")
-    assert "; threshold 0, no longer 0.25; penalty" in said
+    assert "; threshold 0, no longer 0.25" in said
     assert hub.read_config(tmp_path / "run" / "artifact").threshold == 0
+
+
+def test_the_verdict_is_by_the_rule_of_the_artifact(train, fused, tmp_path):
+    fallback = Fallback(max_gap=1.0, max_depth=2.0)
+    config = hub.read_config(fused).model_copy(update={"fallback": fallback})
+    hub.write_derived(tmp_path / "base", config, hub.read_projection(fused, config), fused)
+    before = [ScoredQuery([-0.5, -1.8], [True, False])] * 100
+    after = [ScoredQuery([-1.8, -0.5], [True, False])] * 100
+    assert "the share of answers lost changes by 1.000" in train(
+        before, after, "--base", tmp_path / "base"
+    )
 
 
 def test_labels_that_trained_the_base_or_chose_its_threshold_are_named(

@@ -8,6 +8,7 @@ from training_helpers import means, scorings
 
 from rsrank_rag.evaluation.metrics import ScoredQuery
 from rsrank_rag.evaluation.statistics import Estimate
+from rsrank_rag.ranking.rule import Fallback, Rule
 from rsrank_rag.training.verdict import (
     FEW_QUERIES,
     Verdict,
@@ -98,6 +99,15 @@ def test_more_answers_lost_are_a_loss_and_fewer_a_gain():
     assert "changes by 0.500" in str(judge(kept, lost))
 
 
+def test_the_rule_decides_what_is_kept():
+    # Nothing scores above zero. The fallback keeps the best document.
+    right = [ScoredQuery([-0.5, -1.8], [True, False])] * 20
+    wrong = [ScoredQuery([-1.8, -0.5], [True, False])] * 20
+    assert judge(right, wrong).losses == ["ndcg@5"]
+    with_fallback = judge(right, wrong, Rule(0.0, fallback=Fallback(1.0, 2.0)))
+    assert set(with_fallback.losses) == {"ndcg@5", "precision", "recall", "f1", "lost"}
+
+
 def test_gains_beside_a_loss_are_called_better():
     estimates = {
         "precision": Estimate(mean=-0.04, low=-0.06, high=-0.02),
@@ -122,7 +132,9 @@ def test_few_queries_cannot_rule_out_a_loss_and_many_need_not():
     assert (few.losses, few.gains) == ([], ["precision", "f1"])
     assert few.problem == "20 queries held out (fewer than 100) cannot rule out a loss"
     many = judge(kept, lost)
-    assert many.problem.startswith("fine-tuned weights are worse: recall changes by -0.050")
+    assert many.problem.startswith(
+        "the result on 100 queries held out is worse: recall changes by -0.0"
+    )
     # As many as FEW_QUERIES decide by what is beyond chance.
     assert judge(kept[:FEW_QUERIES], lost[1:20] * 5 + kept[:5]).problem is None
 

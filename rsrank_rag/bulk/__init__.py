@@ -1,1 +1,0 @@
-"""Many pairs: files in, files out, on one machine or on many."""
