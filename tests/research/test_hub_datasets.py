@@ -465,7 +465,7 @@ def test_what_was_loaded_once_needs_no_hub_any_more(publish, hub):
 
 def test_without_datasets_the_pip_command_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(MissingDependencyError, match=r"pip install .*\[train\]"):
+    with pytest.raises(MissingDependencyError, match=r"pip install .*\[research\]"):
         load_named("fiqa")
 
 

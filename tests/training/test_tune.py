@@ -285,17 +285,6 @@ def test_labels_that_chose_the_rule_before_are_named(tuned_bm25, tmp_path, caplo
         caplog.clear()
 
 
-def test_a_report_names_reused_labels_on_its_page_and_in_its_numbers(tuned_bm25, tmp_path):
-    own = written(tmp_path / "own.jsonl", labelled(6))
-    other = written(tmp_path / "other.jsonl", labelled(6))
-    models = ("--model", "bm25", "--model", tuned_bm25)
-    run("evaluate", *models, "--data", own, "--data", other, "--report", tmp_path / "report")
-    numbers = json.loads((tmp_path / "report" / "report.json").read_text("utf-8"))
-    assert [system["reused"] for system in numbers["systems"]] == [[], ["own"]]
-    page = (tmp_path / "report" / "index.html").read_text("utf-8")
-    assert page.count("records labelled sets with the names of these: own.") == 1
-
-
 def test_a_tuned_file_is_for_other_systems_and_a_folder_for_artifacts(fused, tmp_path):
     data = written(tmp_path / "own.jsonl", labelled(6))
     common = ("tune", "--data", data, "--output")
