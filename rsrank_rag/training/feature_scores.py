@@ -89,21 +89,15 @@ def batch_scores(
     """Scores of a batch, and the mean terms of its oracle shifts.
 
     Args:
-        weights: Without B (``weight``), the batch holds cosines in the place of shifts, D = 1.
+        weights: Of an artifact.
         batch: Q queries.
         precision: Of the matrix product. Cosines and sums are float32.
 
     Returns:
         Scores (Q, N), and the mean shift term of each oracle shift, over layers, heads and tokens.
     """
-    head_weight = weights.get("head_weight")
-    if "weight" in weights:
-        weight = weights["weight"].to(precision)
-        terms = shift_terms(batch.shifts.to(precision), weight, head_weight)
-    else:
-        terms = batch.shifts[..., 0]
-        if head_weight is not None:
-            terms = terms * head_weight[..., None]
+    weight = weights["weight"].to(precision)
+    terms = shift_terms(batch.shifts.to(precision), weight, weights.get("head_weight"))
     layers, heads, _ = terms.shape
     lengths = [query.shifts.shape[2] for query in batch.queries]
     scores = []

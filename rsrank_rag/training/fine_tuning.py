@@ -11,7 +11,7 @@ are few, and each of them moves scores more than a number of B does.
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from pydantic import BaseModel, Field, PositiveFloat, PositiveInt
@@ -21,7 +21,6 @@ from torch.nn.functional import softplus
 from ..backends.torch.projection import Projection
 from ..evaluation.metrics import ScoredQuery
 from ..evaluation.statistics import folds
-from ..method.formula import shift_terms, token_mean
 from .feature_scores import (
     BATCH_QUERIES,
     batch_scores,
@@ -87,18 +86,18 @@ def fine_tune(
         InputError: There are fewer than two queries, or labels of one class only.
     """
     check_labels(features)
-    tuner = _Tuner(features, base, options, device)
-    everything = range(len(features))
+    count = len(features)
+    tuner = _Tuner(base, options, count, device)
     before: list[ScoredQuery] = []
     after: list[ScoredQuery] = []
-    for numbers in watch(folds(len(features), options.folds)):
-        left_out = tuner.features_of(numbers)
+    for numbers in watch(folds(count, options.folds)):
+        left_out = [features[number] for number in numbers]
         of_base = scored(left_out, tuner.weights, device=device)
         before += [query.shifted(threshold) for query in of_base]
-        rest = sorted({*everything} - {*numbers})
+        rest = [features[number] for number in range(count) if number not in numbers]
         after += scored(left_out, tuner.train(rest), device=device)
     projection = copy.deepcopy(base)
-    projection.load_state_dict({**base.state_dict(), **tuner.train(everything)})
+    projection.load_state_dict(tuner.train(features))
     return FineTuned(projection, before, after)
 
 
@@ -124,36 +123,20 @@ def fine_tuning_loss(scores: Tensor, relevant: Tensor, irrelevant: Tensor) -> Te
     return order + 2 * zero.sum(1) / weight.sum(1).clamp_min(1)
 
 
-def _with_cosines(query: QueryFeatures, weight: Tensor) -> QueryFeatures:
-    """A query's features with the mean over its tokens of B's cosines as shifts, D = T = 1."""
-    cosines = shift_terms(query.shifts.to(weight.device).float(), weight)
-    by_token = cosines.reshape(*cosines.shape[:2], -1, query.tokens)
-    means = token_mean(by_token, cosines.new_tensor([query.tokens]))
-    return replace(query, shifts=means[..., None], tokens=1)
-
-
 class _Tuner:
-    """The weights that move, and the features that they score."""
+    """An artifact's weights, and those of them that ``count`` queries in all may move."""
 
     def __init__(
-        self,
-        features: Sequence[QueryFeatures],
-        base: Projection,
-        options: FineTuningOptions,
-        device: torch.device | str,
+        self, base: Projection, options: FineTuningOptions, count: int, device: torch.device | str
     ) -> None:
         self.options = options
         self.device = device
-        weights = {name: weight.detach().to(device) for name, weight in base.named_parameters()}
-        if len(weights) > 1 and len(features) < options.projection_from:
-            fixed = weights.pop("weight")
-            features = [_with_cosines(query, fixed) for query in features]
-        self.features = features
-        self.weights = weights
-
-    def features_of(self, numbers: Sequence[int]) -> list[QueryFeatures]:
-        """Features of some queries."""
-        return [self.features[number] for number in numbers]
+        self.weights = {}
+        for name, weight in base.named_parameters():
+            self.weights[name] = weight.detach().to(device)
+        self.moving = dict(self.weights)
+        if len(self.weights) > 1 and count < options.projection_from:
+            del self.moving["weight"]
 
     def units(self, features: Sequence[QueryFeatures]) -> dict[str, Tensor]:
         """How far to move a tensor for its `MOVES`: divided by the root mean square gradient.
@@ -162,13 +145,13 @@ class _Tuner:
         gradients together.
         """
         generator = torch.Generator().manual_seed(0)
-        free = {name: weight.clone().requires_grad_() for name, weight in self.weights.items()}
+        free = {name: weight.clone().requires_grad_() for name, weight in self.moving.items()}
         squares = torch.zeros(len(free), device=self.device)
         count = 0
         for batch in batches(features, BATCH_QUERIES, self.device):
             valid = batch.relevant | batch.irrelevant
             signs = torch.randint(0, 2, valid.shape, generator=generator) * 2 - 1
-            scores, _ = batch_scores(free, batch)
+            scores, _ = batch_scores({**self.weights, **free}, batch)
             total = (scores * signs.to(self.device) * valid).sum()
             gradients = torch.autograd.grad(total, list(free.values()))
             squares += torch.stack([gradient.square().sum() for gradient in gradients])
@@ -176,12 +159,11 @@ class _Tuner:
         scales = (count / squares.clamp_min(1e-12)).sqrt()
         return {name: MOVES[name] * scale for name, scale in zip(free, scales, strict=True)}
 
-    def train(self, numbers: Sequence[int]) -> dict[str, Tensor]:
-        """The weights of the least loss and penalty on some queries."""
-        features = self.features_of(numbers)
+    def train(self, features: Sequence[QueryFeatures]) -> dict[str, Tensor]:
+        """All weights, with the least loss and penalty on some queries."""
         units = self.units(features)
         change = {}
-        for name, weight in self.weights.items():
+        for name, weight in self.moving.items():
             change[name] = torch.zeros_like(weight, requires_grad=True)
         optimizer = torch.optim.LBFGS(
             list(change.values()),
@@ -192,9 +174,10 @@ class _Tuner:
         )
 
         def moved() -> dict[str, Tensor]:
-            return {
-                name: weight + units[name] * change[name] for name, weight in self.weights.items()
-            }
+            weights = dict(self.weights)
+            for name, part in change.items():
+                weights[name] = weights[name] + units[name] * part
+            return weights
 
         def closure() -> Tensor:
             optimizer.zero_grad()

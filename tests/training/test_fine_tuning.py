@@ -139,9 +139,9 @@ def plain_loss(weights, features):
 def test_the_weights_are_those_of_the_least_loss_and_squared_change(base, projection_from):
     features = separable_features(3)
     options = FineTuningOptions(penalty=2.0, projection_from=projection_from)
-    near = fine_tuning._Tuner(features, base, options, torch.device("cpu"))
+    near = fine_tuning._Tuner(base, options, len(features), torch.device("cpu"))
     units = near.units(features)
-    found = near.train(range(3))
+    found = near.train(features)
     start = {name: weight.detach().double() for name, weight in base.named_parameters()}
     trained = {name: found.get(name, weight).detach().double() for name, weight in start.items()}
 
@@ -167,23 +167,25 @@ def test_the_weights_are_those_of_the_least_loss_and_squared_change(base, projec
 
 def test_few_queries_move_the_weights_less_than_many(base):
     features = separable_features(40)
-    near = fine_tuning._Tuner(features, base, FineTuningOptions(penalty=10.0), torch.device("cpu"))
-    few, many = (near.train(range(count)) for count in (4, 40))
-    # Without B, of which so few queries say nothing.
-    assert list(many) == ["head_weight", "agreement"]
+    near = fine_tuning._Tuner(base, FineTuningOptions(penalty=10.0), 40, torch.device("cpu"))
+    few, many = (near.train(features[:count]) for count in (4, 40))
+    # So few queries say nothing of B.
+    assert torch.equal(many["weight"], base.weight)
+    assert not torch.equal(many["head_weight"], base.head_weight)
     moved = [(weights["agreement"] - base.agreement).abs().max() for weights in (few, many)]
     assert 0 < moved[0] < moved[1]
 
 
 def test_queries_that_are_left_out_do_not_change_the_weights(base):
-    seen = separable_features(8)
-    trained = []
-    for left_out in (separable_features(4, seed=1), separable_features(40, margin=3.0, seed=2)):
-        tuner = fine_tuning._Tuner(
-            [*seen, *left_out], base, FineTuningOptions(), torch.device("cpu")
-        )
-        trained.append(tuner.train(range(8)))
-    assert all(torch.equal(trained[0][name], trained[1][name]) for name in trained[0])
+    """A query's fine-tuned score is that of weights from the queries of the other folds."""
+    features = separable_features(12)
+    found = fine_tune(features, base, FineTuningOptions(iterations=3), device="cpu")
+    left_out, *_ = folds(12, 5)
+    rest = [features[number] for number in range(12) if number not in left_out]
+    tuner = fine_tuning._Tuner(base, FineTuningOptions(iterations=3), 12, "cpu")
+    own = [features[number] for number in left_out]
+    expected = scored_by_weights(own, tuner.train(rest))
+    assert [query.scores for query in found.after[: len(own)]] == [row.scores for row in expected]
 
 
 def test_training_finds_the_zero_of_a_domain_and_says_so(base):
