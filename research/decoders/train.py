@@ -119,13 +119,13 @@ def half(projection: Projection) -> Projection:
 
 
 def rule_for(sets: Mapping[str, Sequence[ScoredQuery]]) -> Rule:
-    """The best rule on scored queries, where each set counts the same."""
+    """The best rule with the paper's threshold, zero; each set of scored queries counts the same."""
     queries: list[ScoredQuery] = []
     weights: list[float] = []
     for rows in sets.values():
         queries += rows
         weights += [1 / len(rows)] * len(rows)
-    return best_rule(queries, weights=np.array(weights))
+    return best_rule(queries, weights=np.array(weights), threshold=0.0)
 
 
 def artifact_config(
@@ -157,7 +157,7 @@ def artifact_config(
         projection_dim=recipe.fit.projection_dim,
         template=template,
         max_length=part.max_length,
-        threshold=rule.threshold or 0.0,
+        threshold=0.0,
         max_gap=rule.max_gap,
         fallback=rule.fallback,
         license=recipe.license,

@@ -53,7 +53,10 @@ class Goal:
 
 
 def best_rule(
-    queries: Sequence[ScoredQuery], goal: Goal | None = None, weights: Array | None = None
+    queries: Sequence[ScoredQuery],
+    goal: Goal | None = None,
+    weights: Array | None = None,
+    threshold: float | None = None,
 ) -> Rule:
     """The rule of a grid that reaches a goal at the lowest cost, or that comes nearest to the goal.
 
@@ -63,6 +66,7 @@ def best_rule(
         queries: Scored queries.
         goal: The goal; `Goal` without arguments by default.
         weights: How much each query counts, (queries,); None for the same.
+        threshold: The rule's threshold; None for the best one.
 
     Raises:
         InputError: No query has a relevant document with text.
@@ -75,7 +79,8 @@ def best_rule(
     grid = _Grid(queries, weights)
     goal = goal or Goal()
     candidates: list[tuple[tuple[float, ...], Rule]] = []
-    for threshold in grid.thresholds:
+    thresholds = grid.thresholds if threshold is None else [threshold]
+    for threshold in thresholds:
         has_strong = grid.best > threshold
         # Bars of documents above the threshold, then of the fallback.
         gaps = [None, *grid.gaps]

@@ -59,6 +59,14 @@ def test_the_threshold_separates_lists_with_an_answer_from_lists_without_one():
     assert rule.max_gap < 0.1
 
 
+def test_a_threshold_can_be_fixed():
+    queries = scored_lists(60)
+    assert best_rule(queries).threshold != 0.0
+    best = best_rule(queries, threshold=0.0)
+    assert best.threshold == 0.0
+    assert cost(queries, best, Goal()) < cost(queries, Rule(0.0), Goal())
+
+
 def test_a_goal_that_cannot_be_reached_is_approached():
     # A threshold keeps no document without text, so that half of the answers are lost at least.
     queries = [
