@@ -1,10 +1,9 @@
-"""Damaged files and arbitrary requests: they give the same score, one clear error, or a new read.
+"""Damaged files: they give the same score, one clear error, or a new read.
 
     python -m benchmarks.fuzz artifacts --cases 3000
     python -m benchmarks.fuzz prefixes --cases 3000
-    python -m benchmarks.fuzz endpoints --cases 300      # each endpoint of `rsrank serve`
 
-A case of the first two damages one file at random: bits flipped, bytes cut out or put in, the file
+A case damages one file at random: bits flipped, bytes cut out or put in, the file
 cut short, emptied, filled with noise, or replaced by another one. Ends with 1 if a case has any
 other outcome, and prints the seed that repeats it.
 """
@@ -14,21 +13,17 @@ from __future__ import annotations
 import argparse
 import random
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-import httpx
 from tqdm import tqdm
 
 from rsrank_rag import RSRank
 from rsrank_rag.artifact import hub
 from rsrank_rag.errors import ArtifactError
-
-from .load import Server
 
 QUERY = "Which animal gives milk?"
 TEXTS = [
@@ -133,48 +128,16 @@ def prefixes(cases: int, seed: int) -> Counter[str]:
     return found
 
 
-def endpoints(cases: int, seed: int) -> int:
-    """Requests that schemathesis makes from the service's description; gives its exit code."""
-    with Server("mini", "--max-documents", "50") as server:
-        command = [
-            *(
-                str(Path(sys.executable).with_name("schemathesis")),
-                "run",
-                f"{server.url}/openapi.json",
-            ),
-            *(
-                "--max-examples",
-                str(cases),
-                "--seed",
-                str(seed),
-                "--continue-on-failure",
-                "--warnings",
-                "off",
-            ),
-            # A blank query is of the right type and still cannot be scored.
-            *("--exclude-checks", "positive_data_acceptance"),
-        ]
-        done = subprocess.run(command, check=False)
-        ready = httpx.get(f"{server.url}/ready").status_code
-        replaced = server.metric("rsrank_restarts_total")
-        print(
-            f"afterwards /ready says {ready}; the model's process was replaced {replaced:.0f} times"
-        )
-    return done.returncode or int(ready != 200)
-
-
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parts = {part.__name__: part for part in (artifacts, prefixes)}
-    parser.add_argument("part", choices=[*parts, "endpoints"])
+    parser.add_argument("part", choices=parts)
     parser.add_argument("--cases", type=int, default=3000)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    if options.part == "endpoints":
-        sys.exit(endpoints(options.cases, options.seed))
     found = parts[options.part](options.cases, options.seed)
     for outcome, count in found.most_common():
         print(f"{count:>7,}  {outcome}")

@@ -350,7 +350,7 @@ def throughput(options: argparse.Namespace) -> None:
                     )
                     found.setdefault((name, "60% of the most, at random times"), []).append(record)
                     if model == "mini":
-                        taken = server.metric("rsrank_prefix_hits_total")
+                        taken = server.metric("rsrank_prefix_device_hits_total")
                         hits.append(taken / (taken + server.metric("rsrank_prefix_misses_total")))
     print(
         f"{traffic.count} passages of {options.words} words a request, {options.dtype}; "

@@ -6,14 +6,14 @@ Needs the extra: pip install '.[ray]'. docs/scale.md says what the replicas prom
 from collections.abc import Callable
 from typing import Any
 
-from fastapi import FastAPI
 from ray import serve
 from ray.serve import Application
+from starlette.applications import Starlette
 
 
 class _Replica:
     # Ray Serve sets this attribute.
-    app: FastAPI
+    app: Starlette
 
     def check_health(self) -> None:
         """Raise the error that kept the app from starting, which Serve does not report itself."""
@@ -21,7 +21,7 @@ class _Replica:
             raise self.app.state.failure
 
 
-def application(build: Callable[[], FastAPI], **options: Any) -> Application:
+def application(build: Callable[[], Starlette], **options: Any) -> Application:
     """The service for `ray.serve.run`, which returns when the replicas answer.
 
     The scheduler in a replica limits waiting documents, so Serve does not limit requests.

@@ -172,10 +172,10 @@ def _outcomes(pairs: Sequence[Pair], engine: Engine) -> list[Outcome]:
     """
     try:
         outcomes = engine.run([Task(pair) for pair in pairs])
-        if not any(outcome.fault == "internal" for outcome in outcomes):
+        if not any(outcome.model_failed for outcome in outcomes):
             return outcomes
         (simple,) = engine.run([Task(SIMPLE_PAIR)])
-        if simple.fault != "internal":
+        if not simple.model_failed:
             return outcomes
         reason = f"it {simple.error}"
     except DeviceLostError as error:

@@ -16,7 +16,6 @@ from rsrank_rag.service.app import Settings, create_app
 from rsrank_rag.service.model_process import ModelProcess, answer_calls
 from rsrank_rag.service.scheduler import Scheduler
 from rsrank_rag.service.server import Server
-from rsrank_rag.service.work_queue import QueueLimits
 
 
 class Numbers(Reranker):
@@ -74,8 +73,9 @@ class InThread(ModelProcess):
 
     def _launch(self, connection):
         def run():
-            with connection, suppress(TypeError):  # `kill` sends no tasks
-                answer_calls(connection, self.make, self.name)
+            # `kill` sends no tasks.
+            with connection, suppress(TypeError, EOFError, OSError):
+                answer_calls(connection, self.make)
 
         threading.Thread(target=run, daemon=True).start()
 
@@ -88,12 +88,12 @@ class InThread(ModelProcess):
 def in_thread(make, name="fake", **options):
     """A `Scheduler` before a model in a thread."""
     made = Scheduler(make, name, **options)
-    made.model = InThread(make, name)
+    made.model = InThread(make)
     return made
 
 
 def scheduler(reranker, **limits):
-    return in_thread(lambda: reranker, limits=QueueLimits(**limits))
+    return in_thread(lambda: reranker, **limits)
 
 
 @asynccontextmanager

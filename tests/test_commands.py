@@ -130,7 +130,7 @@ def test_a_command_runs_alone_in_a_new_folder(words, shell):
 @pytest.mark.slow
 @pytest.mark.parametrize("words", SERVE, ids=joined)
 def test_the_service_of_the_readme_starts_answers_and_ends(words, shell):
-    pytest.importorskip("fastapi")
+    pytest.importorskip("starlette")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

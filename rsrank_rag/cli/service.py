@@ -6,6 +6,8 @@ import json
 import logging
 import os
 import socket
+import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
@@ -15,18 +17,20 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 from click import option
-from pydantic import BaseModel, Field, PositiveInt, SecretStr
+from pydantic import Field, PositiveInt, SecretStr
+from tqdm import tqdm
 
 from ..adapters.kinds import load as load_reranker
 from ..adapters.kinds import parse
-from ..backends.options import LoadOptions
+from ..backends.options import LoadOptions, ModelSource
 from ..errors import InputError
-from ..prefixes.settings import CacheSettings, as_bytes
+from ..prefixes.settings import CacheSettings
+from ..service.settings import Options, Settings
 from .options import command, revision_option, system_option
 
 if TYPE_CHECKING:
+    from ..reranker import Reranker
     from ..service.scheduler import Scheduler
-    from ..service.settings import Settings
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +44,8 @@ APPS = json.loads(Path(__file__).parents[1].joinpath("service", "apps.json").rea
 """Programs that speak rerank: `Settings.drop`, and what to enter in each."""
 
 
-def prepare_logs(level: str) -> None:
-    """Set up the logs of the model's process like those of the service."""
+def load_in_process(source: ModelSource, level: str) -> Reranker:
+    """Load the model in the model's process, which logs as the service does."""
     from ..service.logs import configure
 
     configure(level)
@@ -52,32 +56,25 @@ def prepare_logs(level: str) -> None:
         transformers_logging.enable_propagation()
     # With dtype="int8" in bfloat16, it logs a line for each product of each layer.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    # The default lock is shared between processes, and leaks when this process is killed.
+    tqdm.set_lock(threading.RLock())
+    return load_reranker(source)
 
 
-class ServeOptions(BaseModel, use_attribute_docstrings=True):
-    """Options of ``rsrank serve``, most of them for `Settings`."""
+class ServeOptions(Options, frozen=True, use_attribute_docstrings=True):
+    """Options of ``rsrank serve``."""
 
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 for all."""
     port: int = Field(default=8080, ge=0, le=65535)
     """0 for any that is free."""
-    api_key_file: Path | None = None
-    """File of API keys, one a line; RSRANK_API_KEY adds keys."""
-    max_documents: int = 1000
-    """Documents of one request."""
-    max_body: str = "10MB"
-    """Size of one request, such as 10MB."""
     queue_tokens: PositiveInt = 800_000
     """Tokens that may wait, of all requests; a client may have half."""
     batch_tokens: PositiveInt = 1_024
     """Tokens that the model scores at a time. A GPU needs more."""
-    timeout: float = 60.0
-    """Seconds from a request to its answer."""
     drop: bool = False
     """Leave out documents not above the native threshold."""
-    normalize: bool = False
-    """Scores from 0 to 1; 0.5: the native threshold."""
-    log_level: Literal["debug", "info", "warning", "error", "critical"] = "info"
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Of this package and the server."""
 
 
@@ -110,36 +107,29 @@ def serve(
     """
     open_standard_files()
     parse(model)
-    for_program = APPS.get(program, {"drop": False, "enter": []})
-    source = load.source(model, revision, **dict(cache))
     from ..service.scheduler import Scheduler
-    from ..service.settings import Settings
-    from ..service.work_queue import QueueLimits
 
-    keys: tuple[SecretStr, ...] = ()
+    fields = options.model_dump(include=set(Settings.model_fields))
     if KEYS in os.environ:
-        keys = tuple(map(SecretStr, os.environ[KEYS].split(",")))
-    settings = Settings(
-        api_keys=keys,
-        api_key_file=options.api_key_file,
-        max_documents=options.max_documents,
-        max_body_bytes=as_bytes(options.max_body),
-        timeout=options.timeout,
-        normalize=options.normalize or program is not None,
-        drop=for_program["drop"] or options.drop,
-    )
+        fields["api_keys"] = [SecretStr(key) for key in os.environ[KEYS].split(",")]
+    enter = []
+    if program is not None:
+        fields["normalize"] = True
+        fields["drop"] = APPS[program]["drop"] or options.drop
+        enter = APPS[program]["enter"]
+    source = load.source(model, revision, **dict(cache))
     backend = Scheduler(
-        partial(load_reranker, source),
+        partial(load_in_process, source, options.log_level.upper()),
         model,
-        limits=QueueLimits(options.queue_tokens, options.batch_tokens),
-        prepare=partial(prepare_logs, options.log_level.upper()),
+        options.queue_tokens,
+        options.batch_tokens,
     )
-    key = "KEY-OF-THIS-SERVICE" if settings.closed else "any"
-    enter = "".join(f"\n  {line}" for line in for_program["enter"]).replace("{key}", key)
-    run(backend, settings, options, enter)
+    run(backend, Settings(**fields), options, enter)
 
 
-def run(backend: Scheduler, settings: Settings, options: ServeOptions, enter: str = "") -> None:
+def run(
+    backend: Scheduler, settings: Settings, options: ServeOptions, enter: Sequence[str] = ()
+) -> None:
     """Serve until a signal; raises what keeps the backend or the server from starting.
 
     Args:
@@ -150,34 +140,31 @@ def run(backend: Scheduler, settings: Settings, options: ServeOptions, enter: st
     """
     from ..service.app import create_app
     from ..service.logs import configure
-    from ..service.model_process import trim_regularly
     from ..service.server import Server
 
     # The port is taken before the model is loaded, which may take minutes.
     with _bound(options.host, options.port) as bound:
         name, number = bound.getsockname()[:2]
-        address = f"http://{f'[{name}]' if ':' in name else name}:{number}"
-        entered = address
+        url = address = f"http://{f'[{name}]' if ':' in name else name}:{number}"
         if ip_address(name).is_unspecified:
-            entered = f"http://ADDRESS-OF-THIS-MACHINE:{number}"
-        app = create_app(backend, settings)
-        handler = configure(options.log_level.upper())
-        # The command itself shows in one line why the app does not start.
-        handler.addFilter(
-            lambda record: app.state.failure is None or not record.name.startswith("uvicorn")
-        )
-        if not settings.closed and options.host not in LOOPBACK:
-            logger.warning("The service listens at %s without an API key.", options.host)
-        trim_regularly()
+            url = f"http://ADDRESS-OF-THIS-MACHINE:{number}"
+        key = "KEY-OF-THIS-SERVICE" if settings.closed else "any"
 
         def announce() -> None:
-            text = f"{backend.name} answers at {address}{enter.replace('{url}', entered)}\n"
+            lines = [f"{backend.name} answers at {address}"]
+            lines += ["  " + line.replace("{url}", url).replace("{key}", key) for line in enter]
             # Nobody may read standard output, or its disk may be full.
             with suppress(OSError):
-                os.write(STDOUT, text.encode())
+                os.write(STDOUT, "\n".join([*lines, ""]).encode())
 
+        app = create_app(backend, settings, announce)
+        configure(options.log_level.upper())
+        # The command itself shows in one line why the app does not start.
+        logging.getLogger("uvicorn.error").addFilter(lambda _: app.state.failure is None)
+        if not settings.closed and options.host not in LOOPBACK:
+            logger.warning("The service listens at %s without an API key.", options.host)
         try:
-            Server(app, announce).run(sockets=[bound])
+            Server(app).run(sockets=[bound])
         finally:
             backend.abort()
             # It says more than the SystemExit of the server.
@@ -198,9 +185,8 @@ def open_standard_files() -> None:
 def _bound(host: str, port: int) -> socket.socket:
     """A socket with that address."""
     try:
-        return socket.create_server(
-            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
-        )
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family)
     except OSError as error:
         raise InputError(
             f"Nobody can listen at {host}, port {port}: {error}. Choose --host and --port."

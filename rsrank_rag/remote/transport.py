@@ -6,6 +6,7 @@ import os
 import random
 import time
 from dataclasses import dataclass
+from textwrap import shorten
 
 from pydantic import BaseModel, SecretStr, ValidationError
 
@@ -35,16 +36,11 @@ TIMES_REQUEST = 100
 HEADERS = {"Content-Type": "application/json", "User-Agent": "rsrank-rag"}
 
 
-class _DocumentError(BaseModel):
-    index: int
-    message: str
-
-
 class _ErrorBody(BaseModel):
     """Body of an error. A proxy's page gives one without fields."""
 
     message: str = ""
-    documents: list[_DocumentError] = []
+    documents: list[dict[str, int | str]] = []
 
 
 @dataclass(frozen=True)
@@ -113,7 +109,7 @@ class Transport:
             ) from error
         if response.is_success:
             return content
-        raise self._error(response, content, path)
+        raise self._error(response, content)
 
     def _authorize(self, request: httpx.Request) -> httpx.Request:
         """Add the key, at the last moment, so that no variable of a traceback holds its text."""
@@ -123,34 +119,27 @@ class Transport:
             request.headers["Authorization"] = f"Bearer {key.get_secret_value()}"
         return request
 
-    def _error(self, response: httpx.Response, content: bytes, path: str) -> RSRankError:
+    def _error(self, response: httpx.Response, content: bytes) -> RSRankError:
         """The error of an answer that is not a success."""
         status = response.status_code
         try:
             body = _ErrorBody.model_validate_json(content)
         except ValidationError:
             body = _ErrorBody()
-        message = " ".join(body.message.split())[:500].rstrip(".")
-        text = f": {message}." if message else "."
-        if response.is_redirect:
-            return RemoteError(
-                f"{self.base_url} redirects to {response.headers['Location']} ({status}), where "
-                "nothing was sent. If the service is there, give that address as base_url.",
-                status,
-            )
-        if status == 408 or status >= 500 or status in TRANSIENT:
-            seconds = response.headers.get("Retry-After", "")
-            return RemoteError(
-                f"{self.base_url} answered {status}{text}",
-                status,
-                status in TRANSIENT,
-                float(seconds) if seconds.isdecimal() else 0.0,
-            )
         if status == 422 and body.documents:
-            return ScoringError(body.documents[0].message, body.documents[0].index)
-        problem = f"{self.base_url} refused the request ({status}){text}"
-        if status in (401, 403):
-            problem += f" Check the key in api_key or {KEY_VARIABLE}."
-        if status in (404, 405):
-            problem += f" There is no {path}. Is it the address of an rsrank service?"
-        return InputError(problem)
+            document = body.documents[0]
+            return ScoringError(str(document["message"]), int(document["index"]))
+        message = shorten(body.message, 500).rstrip(".")
+        text = f"{self.base_url} answered {status}{': ' if message else ''}{message}."
+        if response.is_redirect:
+            text += (
+                f" It redirects to {response.headers['Location']}, where nothing was sent. If the "
+                "service is there, give that address as base_url."
+            )
+        if status < 400 or status in (408, *TRANSIENT) or status >= 500:
+            seconds = response.headers.get("Retry-After", "")
+            retry_after = float(seconds) if seconds.isdecimal() else 0.0
+            return RemoteError(text, status, status in TRANSIENT, retry_after)
+        if status in (401, 403, 404, 405):
+            text += f" Check base_url, and the key in api_key or {KEY_VARIABLE}."
+        return InputError(text)

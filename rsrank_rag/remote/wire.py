@@ -3,8 +3,8 @@
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, replace
-from typing import Any
+from dataclasses import replace
+from operator import attrgetter
 
 from pydantic import BaseModel, Field, ValidationError
 
@@ -35,7 +35,7 @@ class Answer(BaseModel, strict=True):
 
 def request_body(model: str | None, call: RankCall) -> bytes:
     """The request for the raw scores of all documents."""
-    body: dict[str, Any] = {
+    body = {
         "model": model,
         # The places of windows and sentences count characters, so the length of a text stays.
         "query": encodable(call.query),
@@ -43,7 +43,8 @@ def request_body(model: str | None, call: RankCall) -> bytes:
         # These are sent because the service may have other defaults. Documents are dropped here.
         "threshold": None,
         "normalize": False,
-        **asdict(replace(call.reading, context=0)),
+        "extract": call.reading.extract,
+        "max_characters": call.reading.max_characters,
         # Without a value, long documents are read as the service's model reads them by default.
         "long_documents": call.options.get("long_documents"),
     }
@@ -71,24 +72,24 @@ def parsed(
             "Give that name, or none."
         )
     # The rows of an answer may have any order.
-    rows = sorted(answer.results, key=lambda row: row.index)
-    if [row.index for row in rows] != list(range(len(documents))):
-        raise RemoteError(
-            f"{address} got {len(documents)} documents, and its answer does not give exactly one "
-            "score for each of them, so that none of it can be trusted."
-        )
+    rows = sorted(answer.results, key=attrgetter("index"))
+    fits = [row.index for row in rows] == list(range(len(documents)))
     scores = []
-    for row, document in zip(rows, documents, strict=True):
+    for row, document in zip(rows, documents, strict=fits):
+        sentences = []
         parts: list[Excerpt | Window] = [*row.excerpts]
+        for one in row.excerpts:
+            sentences.append(replace(one, text=document[one.start : one.end]))
         if row.window:
             parts.append(row.window)
-        if any(not 0 <= part.start < part.end <= len(document) for part in parts):
-            raise RemoteError(
-                f"{address} names a place outside document {row.index}, so that none of its answer "
-                "can be trusted."
-            )
-        sentences = [replace(one, text=document[one.start : one.end]) for one in row.excerpts]
+        fits = fits and all(0 <= part.start < part.end <= len(document) for part in parts)
         # `choose` refuses a score that is no number.
         score = math.nan if row.relevance_score is None else row.relevance_score
         scores.append(Scored(score, row.truncated, 0, row.window, tuple(sentences)))
+    if not fits:
+        raise RemoteError(
+            f"{address} got {len(documents)} documents, and its answer does not give exactly one "
+            "score for each of them, or names a place outside of a document, so that none of it "
+            "can be trusted."
+        )
     return answer, scores

@@ -1,4 +1,4 @@
-"""The HTTP service: a FastAPI app in front of a `Scheduler`."""
+"""The HTTP service: a Starlette app in front of a `Scheduler`."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -13,38 +13,26 @@ from pydantic_core import to_json
 from .. import __version__
 from ..errors import InputError, RSRankError, needs
 from ..reranker import Pair
-from .messages import Outcome, ServiceError, unavailable
+from .messages import Outcome, ServiceError, Work, unavailable
 from .scheduler import Scheduler
 
-with needs(
-    "The service needs {}.",
-    "serve",
-    "fastapi",
-    "prometheus_client",
-    "pythonjsonlogger",
-    "starlette",
-):
-    from fastapi import FastAPI, Request, Response
-    from fastapi.responses import FileResponse, HTMLResponse, PlainTextResponse, StreamingResponse
+with needs("The service needs {}.", "serve", "prometheus_client", "starlette"):
     from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-    from starlette.requests import ClientDisconnect
+    from starlette.applications import Starlette
+    from starlette.requests import ClientDisconnect, Request
+    from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
+    from starlette.routing import Route
 
-    from .error_responses import Error, answer_errors, malformed
+    from .error_responses import HANDLERS, malformed
     from .metrics import Metrics
-    from .middleware import RequestMiddleware
-    from .schemas.answers import Answer, text_bytes
+    from .middleware import RequestMiddleware, RequestRecord
+    from .schemas.answers import answer_to
     from .schemas.request import ExplainRequest, RankRequest
-    from .settings import Keys, Settings
+    from .settings import Settings, keys_of
 
 __all__ = ["Settings", "create_app"]
 
 PAGE = Path(__file__).with_name("page.html")
-
-# Header of answers with scores: whether no document is above the native threshold.
-NONE_RELEVANT = "X-RSRank-None-Relevant"
-
-# Statuses of errors that requests with a key may get.
-ERRORS = (400, 401, 404, 408, 413, 422, 429, 500, 503, 504)
 
 # Paths to which clients send documents. Each takes the requests of all clients.
 RANK_PATHS = (
@@ -70,28 +58,38 @@ async def _slices(body: bytes) -> AsyncIterator[bytes]:
         yield body[place : place + SLICE]
 
 
-def json_response(content: Any, **headers: str) -> Response:
+def json_response(body: bytes) -> Response:
     """An answer with a body of JSON."""
-    body = to_json(content)
-    headers["content-length"] = str(len(body))
+    headers = {"content-length": str(len(body))}
     return StreamingResponse(_slices(body), headers=headers, media_type="application/json")
 
 
-def create_app(backend: Scheduler, settings: Settings | None = None) -> FastAPI:
+def create_app(
+    backend: Scheduler,
+    settings: Settings | None = None,
+    when_ready: Callable[[], None] = lambda: None,
+) -> Starlette:
     """The service: an app that starts and stops a backend.
 
     ``app.state.failure`` is the error with which the backend did not start; None without such an
     error. The start fails with InputError if ``settings.drop`` is set and the model has no native
     threshold.
 
+    Args:
+        backend: The model and its queue.
+        settings: What the service allows.
+        when_ready: Called when the model is loaded.
+
     Raises:
         InputError: A key cannot be used, or the file of API keys cannot be read or holds no key.
     """
     settings = settings or Settings()
+    # An error in the keys is raised here, and not at the first request.
+    keys_of(settings)
     metrics = Metrics(backend)
 
     @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
         try:
             await backend.start()
             if settings.drop and backend.description.rule.threshold is None:
@@ -99,6 +97,7 @@ def create_app(backend: Scheduler, settings: Settings | None = None) -> FastAPI:
                     f"{backend.name} has no native threshold, "
                     "so there is nothing by which to drop documents."
                 )
+            when_ready()
             yield
         except RSRankError as error:
             # The caller that started the app reads the error here, because uvicorn and Ray Serve
@@ -108,22 +107,12 @@ def create_app(backend: Scheduler, settings: Settings | None = None) -> FastAPI:
         finally:
             await backend.stop()
 
-    app = FastAPI(
-        title="rsrank_rag",
-        description="Scores documents for a query and leaves the irrelevant ones out.",
-        version=__version__,
-        lifespan=lifespan,
-        # These pages would load scripts from elsewhere.
-        docs_url=None,
-        redoc_url=None,
-        responses={status: {"model": Error} for status in ERRORS},
-    )
+    routes = _Service(backend, settings, metrics).routes()
+    app = Starlette(routes=routes, exception_handlers=HANDLERS, lifespan=lifespan)
     app.state.failure = None
     app.state.backend = backend
     app.state.settings = settings
-    _Service(backend, settings, metrics).add_routes(app)
-    app.add_middleware(RequestMiddleware, settings=settings, keys=Keys(settings), metrics=metrics)
-    answer_errors(app)
+    app.add_middleware(RequestMiddleware, settings=settings, metrics=metrics)
     return app
 
 
@@ -133,61 +122,49 @@ class _Service:
     settings: Settings
     metrics: Metrics
 
-    def add_routes(self, app: FastAPI) -> None:
-        """Add all routes to an app."""
-
-        def post(path: str, endpoint: Callable[..., Any], body: type[BaseModel]) -> None:
-            content = {"application/json": {"schema": body.model_json_schema()}}
-            app.post(path, openapi_extra={"requestBody": {"content": content}})(endpoint)
-
-        for path in RANK_PATHS:
-            post(path, self.rank, RankRequest)
-        post("/explain", self.explain, ExplainRequest)
-        app.get("/", response_class=HTMLResponse)(self.page)
-        app.get("/metrics", response_class=PlainTextResponse)(self.metrics_page)
-        app.get("/health")(self.health)
-        app.get("/ready")(self.ready)
-        app.get("/.well-known/ready")(self.ready)
-        app.get("/v1/cluster/auth")(self.auth)
-        app.get("/v1/models")(self.models)
-        app.get("/v1/models/{name:path}")(self.model)
-        app.get("/info")(self.info)
+    def routes(self) -> list[Route]:
+        """All routes."""
+        return [
+            *(Route(path, self.rank, methods=["POST"]) for path in RANK_PATHS),
+            Route("/explain", self.explain, methods=["POST"]),
+            Route("/", self.page),
+            Route("/metrics", self.metrics_page),
+            Route("/health", self.health),
+            Route("/ready", self.ready),
+            Route("/.well-known/ready", self.ready),
+            Route("/v1/cluster/auth", self.auth),
+            Route("/v1/models", self.models),
+            Route("/v1/models/{name:path}", self.model),
+            Route("/info", self.info),
+        ]
 
     async def rank(self, request: Request) -> Response:
         """Score documents for a query."""
-        record, settings = request.state.record, self.settings
+        record, settings = _record(request), self.settings
         body = await self._body(request, RankRequest)
         count = len(body.entries)
         if count > settings.max_documents:
             text = f"The request has {count:,} documents; it may have {settings.max_documents:,}."
             raise ServiceError(413, text)
-        self._take_bytes(request, text_bytes(body))
+        # A text takes no more bytes in the answer than in the request.
+        record.take_bytes(body.copies * record.bytes)
         model = self.backend.description
         outcomes = await self._score(request, body.pairs(model))
-        options = (self.backend.name, record.id, settings.normalize, settings.drop)
-        answer = Answer(body, outcomes, model, *options)
-        record.tokens = answer.tokens
         # In a thread, because documents may have thousands of sentences.
-        content = await asyncio.to_thread(answer.body)
-        record.kept = len(
-            content.get("results", outcomes) if isinstance(content, dict) else content
+        answer = await asyncio.to_thread(
+            lambda: to_json(answer_to(body, outcomes, model, self.backend.name, settings))
         )
-        return json_response(content, **{NONE_RELEVANT: str(answer.none_relevant).lower()})
+        return json_response(answer)
 
     async def explain(self, request: Request) -> Response:
         """Take one score apart."""
         body = await self._body(request, ExplainRequest)
-        (outcome,) = await self._score(request, [Pair(body.query, body.document)], True)
+        (outcome,) = await self._score(request, [Pair(body.query, body.document)], "explain")
         assert outcome.explanation is not None
         # The parts of all heads together.
-        return json_response(replace(outcome.explanation, head_parts=()))
+        return json_response(to_json(replace(outcome.explanation, head_parts=())))
 
-    async def models(self) -> dict[str, Any]:
-        """The model that is served, as OpenAI and NVIDIA list models."""
-        return {"object": "list", "data": [await self.model("")]}
-
-    async def model(self, name: str) -> dict[str, Any]:
-        """The model that is served, under any name. Clients of Xinference ask for it."""
+    def _model(self) -> dict[str, Any]:
         return {
             "id": self.backend.name,
             "object": "model",
@@ -196,43 +173,50 @@ class _Service:
             "model_type": "rerank",
         }
 
-    async def info(self) -> dict[str, Any]:
+    async def models(self, request: Request) -> Response:
+        """The model that is served, as OpenAI and NVIDIA list models."""
+        return JSONResponse({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: Request) -> Response:
+        """The model that is served, under any name. Clients of Xinference ask for it."""
+        return JSONResponse(self._model())
+
+    async def info(self, request: Request) -> Response:
         """The model and the service's limits. Clients of TEI read some of the fields."""
         model = self.backend.description
         info: dict[str, Any] = {
             "model_id": self.backend.name,
             "model_type": {"reranker": {"id2label": {}, "label2id": {}}},
-            "max_input_length": model.max_tokens,
             "threshold": model.rule.threshold,
             "explains": model.explains,
             "max_client_batch_size": self.settings.max_documents,
             "version": __version__,
         }
-        if model.max_tokens is None:
-            # Dify's plugin for TEI fails on a null.
-            del info["max_input_length"]
-        return info
+        # Dify's plugin for TEI fails on a null.
+        if model.max_tokens is not None:
+            info["max_input_length"] = model.max_tokens
+        return JSONResponse(info)
 
-    async def health(self) -> dict[str, str]:
+    async def health(self, request: Request) -> Response:
         """Whether the service is alive."""
-        return {"status": "ok"}
+        return JSONResponse({"status": "ok"})
 
-    async def auth(self) -> dict[str, bool]:
+    async def auth(self, request: Request) -> Response:
         """Whether requests need a key. Clients of Xinference ask for it."""
-        return {"auth": self.settings.closed}
+        return JSONResponse({"auth": self.settings.closed})
 
-    async def ready(self) -> dict[str, str]:
+    async def ready(self, request: Request) -> Response:
         """Whether requests are answered."""
         reason = self.backend.readiness()
         if reason is not None:
             raise unavailable(reason)
-        return {"status": "ready"}
+        return JSONResponse({"status": "ready"})
 
-    async def metrics_page(self) -> Response:
+    async def metrics_page(self, request: Request) -> Response:
         """Counters, as Prometheus reads them."""
         return Response(generate_latest(self.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
-    async def page(self) -> Response:
+    async def page(self, request: Request) -> Response:
         """A page to try the model on."""
         return FileResponse(PAGE)
 
@@ -253,30 +237,24 @@ class _Service:
 
     async def _read(self, request: Request) -> bytes:
         """A body, whose bytes are counted before they are in memory."""
-        record, most = request.state.record, self.settings.max_body_bytes
-        size = int(request.headers.get("content-length", "0"))
-        body = b""
+        record, most = _record(request), self.settings.max_body
+        # A body that comes in chunks announces no length.
+        announced = int(request.headers.get("content-length", "0"))
+        body = bytearray()
         async for piece in request.stream():
             body += piece
-            # A body that comes in chunks announces no length.
-            size = max(size, len(body))
+            size = max(announced, len(body))
             if size > most:
                 raise ServiceError(413, f"The body is too large; it may have {most:,} bytes.")
-            self._take_bytes(request, size - record.bytes)
-        return body
-
-    def _take_bytes(self, request: Request, size: int) -> None:
-        record = request.state.record
-        request.state.budget.take(record.client, size, record.bytes)
-        record.bytes += size
+            record.take_bytes(size - record.bytes)
+        return bytes(body)
 
     def _seconds_left(self, request: Request) -> float:
         """Seconds until a request's time is up."""
-        seconds: float = request.state.record.seconds
-        return max(0.001, self.settings.timeout - seconds)
+        return max(0.001, self.settings.timeout - _record(request).seconds)
 
     async def _score(
-        self, request: Request, pairs: Sequence[Pair], explain: bool = False
+        self, request: Request, pairs: Sequence[Pair], work: Work = "score"
     ) -> list[Outcome]:
         """Have the backend score pairs. If the client leaves, the work is cancelled.
 
@@ -286,28 +264,32 @@ class _Service:
             ServiceError: As `Scheduler.score`; or pairs have no score (status 422, or 500 if the
                 model failed on each of them).
         """
-        record = request.state.record
-        record.documents = len(pairs)
+        record = _record(request)
+        record.fields["documents"] = len(pairs)
         seconds = self._seconds_left(request)
-        task = asyncio.ensure_future(
-            self.backend.score(pairs, client=record.client, timeout=seconds, explain=explain)
+        score = asyncio.ensure_future(
+            self.backend.score(pairs, client=record.client, timeout=seconds, work=work)
         )
         # The message after a body says that the client has left.
         gone = asyncio.ensure_future(request.receive())
+        gone.add_done_callback(lambda _: score.cancel())
         try:
-            await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                raise ServiceError(499, "The client has left.")
-            outcomes = task.result()
+            outcomes = await score
+        except asyncio.CancelledError:
+            raise ServiceError(499, "The client has left.") from None
         finally:
-            task.cancel()
             gone.cancel()
-            await asyncio.gather(task, gone, return_exceptions=True)
         faults = {n: one.error for n, one in enumerate(outcomes) if one.scored is None}
         if not faults:
             return outcomes
-        status = 500 if all(one.fault == "internal" for one in outcomes) else 422
+        status = 500 if all(one.model_failed for one in outcomes) else 422
         first, text = min(faults.items())
-        if text.startswith(("The query", "A query")):
+        # A whole sentence is about the query.
+        if text[0].isupper():
             raise ServiceError(status, text)
         raise ServiceError(status, f"Document {first} {text}", faults)
+
+
+def _record(request: Request) -> RequestRecord:
+    record: RequestRecord = request.state.record
+    return record

@@ -2,17 +2,25 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
-from ..errors import InputError, ScoringError, finite
+from ..errors import InputError, RSRankError, ScoringError, finite
 from ..ranking.pairs import cut, parts_of
 from ..ranking.results import Scored
 from ..reranker import Pair, Reranker
 from .messages import Description, Outcome, Parts, Task
 
+# Queries whose readable part is remembered.
+QUERIES = 64
 
-class DeviceLostError(Exception):
-    """The device does not answer in this process any more; a new process may be luckier."""
+
+class ProcessLostError(RSRankError):
+    """The model's process died, or did not answer in time."""
+
+
+class DeviceLostError(ProcessLostError):
+    """The device does not answer any more in this process; it may answer in a new one."""
 
 
 @dataclass
@@ -21,6 +29,9 @@ class Engine:
 
     reranker: Reranker
 
+    def __post_init__(self) -> None:
+        self._fit_query = lru_cache(QUERIES)(self.reranker.fit_query)
+
     def describe(self) -> Description:
         """The model that is served."""
         reranker = self.reranker
@@ -28,12 +39,8 @@ class Engine:
             max_tokens = reranker.token_ends("")[1]
         except InputError:
             max_tokens = None
-        return Description(
-            reranker.native_rule,
-            type(reranker).explain is not Reranker.explain,
-            max_tokens,
-            reranker.long_documents,
-        )
+        explains = type(reranker).explain is not Reranker.explain
+        return Description(reranker.native_rule, explains, max_tokens, reranker.long_documents)
 
     def run(self, tasks: Sequence[Task]) -> list[Any]:
         """Do tasks of any clients: `Parts` for each section to cut, an `Outcome` for each pair.
@@ -41,47 +48,45 @@ class Engine:
         Raises:
             DeviceLostError: Nothing more can be scored in this process.
         """
-        results: dict[int, Any] = {}
-        for work in (self._cut, self._score, self._explain):
-            places = [n for n, task in enumerate(tasks) if work.__name__ == f"_{task.work}"]
-            # Tasks of one query stay together, because most errors are about a query.
-            places.sort(key=lambda n: tasks[n].pair.query)
-            results.update(zip(places, _halved(work, [tasks[n] for n in places]), strict=True))
-        return [results[n] for n in range(len(tasks))]
+        results: dict[Task, Any] = {}
+        for work in (self.cut, self.score, self.explain):
+            group = [task for task in tasks if task.work == work.__name__]
+            results.update(zip(group, _halved(work, group), strict=True))
+        return [results[task] for task in tasks]
 
-    def _cut(self, tasks: Sequence[Task]) -> list[Parts]:
-        results = []
-        for task, pair in zip(tasks, self._fitting(tasks), strict=True):
+    def cut(self, tasks: Sequence[Task]) -> list[Parts]:
+        """Cut the section of each task into parts, and count the tokens of each part."""
+        results: list[Parts] = []
+        for task in tasks:
+            pair = self._fitting(task)
             spans = cut(pair, task.section, self.reranker.token_ends)
             costs = self.reranker.token_costs(parts_of(pair, spans))
-            results.append(Parts(spans, costs, pair.query))
+            results.append(list(zip(spans, costs, strict=True)))
         return results
 
-    def _score(self, tasks: Sequence[Task]) -> list[Outcome]:
+    def score(self, tasks: Sequence[Task]) -> list[Outcome]:
         """Scores as plain numbers, because a model may give a tensor, or what cannot be pickled."""
         outcomes: list[Outcome] = []
-        pairs = self._fitting(tasks)
+        pairs = [self._fitting(task) for task in tasks]
         for task, pair, one in zip(tasks, pairs, self.reranker.score_pairs(pairs), strict=True):
             score = finite(float(one.score), len(outcomes))
             scored = Scored(score, bool(one.truncated), int(one.tokens))
             outcomes.append(Outcome(scored, pair.query != task.pair.query))
         return outcomes
 
-    def _explain(self, tasks: Sequence[Task]) -> list[Outcome]:
-        explanations = [
-            self.reranker.explain(one.query, one.document) for one in self._fitting(tasks)
-        ]
-        return [
-            Outcome(Scored(finite(one.score, 0), one.truncated), explanation=one)
-            for one in explanations
-        ]
+    def explain(self, tasks: Sequence[Task]) -> list[Outcome]:
+        """Scores with their parts."""
+        outcomes = []
+        for task in tasks:
+            pair = self._fitting(task)
+            explanation = self.reranker.explain(pair.query, pair.document)
+            scored = Scored(finite(explanation.score, 0), explanation.truncated)
+            outcomes.append(Outcome(scored, explanation=explanation))
+        return outcomes
 
-    def _fitting(self, tasks: Sequence[Task]) -> list[Pair]:
-        """The tasks' pairs, with queries that fit the model."""
-        fitting = {task.pair.query: "" for task in tasks}
-        for query in fitting:
-            fitting[query] = self.reranker.fit_query(query)
-        return [replace(task.pair, query=fitting[task.pair.query]) for task in tasks]
+    def _fitting(self, task: Task) -> Pair:
+        """A task's pair with as much of the query as the model reads."""
+        return replace(task.pair, query=self._fit_query(task.pair.query))
 
 
 def _halved(work: Callable[[Sequence[Task]], list[Any]], tasks: Sequence[Task]) -> list[Any]:
@@ -94,14 +99,14 @@ def _halved(work: Callable[[Sequence[Task]], list[Any]], tasks: Sequence[Task]) 
     try:
         values = work(tasks)
         return [value for _, value in zip(tasks, values, strict=True)]
-    except (KeyboardInterrupt, DeviceLostError):
+    except KeyboardInterrupt:
         raise
     # A panic in Rust and sys.exit() are no Exception.
     except BaseException as error:
         # After most errors, CUDA refuses everything.
         text = str(error)
         if "CUDA error: " in text and "out of memory" not in text:
-            raise DeviceLostError(text.partition("\n")[0]) from error
+            raise DeviceLostError(f"The device is lost: {text.splitlines()[0]}") from error
         if len(tasks) == 1:
             return [_failure(error)]
     middle = len(tasks) // 2
@@ -111,8 +116,7 @@ def _halved(work: Callable[[Sequence[Task]], list[Any]], tasks: Sequence[Task]) 
 def _failure(error: BaseException) -> Outcome:
     """The outcome of a document on which the model failed, without its number in a batch."""
     if isinstance(error, ScoringError):
-        return Outcome(None, fault="unscored", error=error.reason)
+        return Outcome(error=error.reason)
     if isinstance(error, InputError):
-        return Outcome(None, fault="input", error=str(error))
-    name = type(error).__name__
-    return Outcome(None, fault="internal", error=f"made the model fail ({name}).")
+        return Outcome(error=str(error))
+    return Outcome(error=f"made the model fail ({type(error).__name__}).", model_failed=True)

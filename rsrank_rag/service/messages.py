@@ -12,9 +12,6 @@ from ..ranking.rule import Rule
 from ..reading.parts import LongDocuments, Span
 from ..reranker import Pair
 
-Fault = Literal["input", "unscored", "internal"]
-"""Why a pair has no score: the pair cannot be used, there is no score, or the model failed."""
-
 Work = Literal["cut", "score", "explain"]
 """What is done with a pair: cut a section of the document into its parts and count their tokens,
 score the document whole, or take its score apart."""
@@ -32,19 +29,8 @@ class Task:
     section: Span = (0, 0)
 
 
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """A section that has been cut.
-
-    Attributes:
-        spans: Its parts, in characters of the document.
-        costs: The cost of each part in tokens.
-        query: The query as the model reads it: a query that is too long is cut.
-    """
-
-    spans: Sequence[Span]
-    costs: Sequence[int]
-    query: str
+Parts = Sequence[tuple[Span, int]]
+"""A section that has been cut: its parts, in characters of the document, and their costs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,16 +41,16 @@ class Outcome:
         scored: The score; None where there is an error.
         query_truncated: Whether only the first and the last part of the query were read.
         explanation: The score taken apart, where that was requested.
-        fault: The kind of error; None where there is a score.
         error: The rest of a sentence that begins with the document's name, such as "scored nan.".
             An error about the query is a whole sentence.
+        model_failed: Whether the error is one of the model, and not of the pair.
     """
 
-    scored: Scored | None
+    scored: Scored | None = None
     query_truncated: bool = False
     explanation: Explanation | None = None
-    fault: Fault | None = None
     error: str = ""
+    model_failed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

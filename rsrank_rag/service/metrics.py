@@ -6,38 +6,34 @@ from prometheus_client import CollectorRegistry, Histogram, ProcessCollector
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from .logs import RequestRecord
 from .scheduler import Scheduler
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 COUNTERS = {
-    "documents": "Documents that were scored or got an error.",
-    "failed_documents": "Documents that got an error instead of a score.",
-    "truncated_documents": "Documents whose end was not read.",
-    "cancelled_documents": "Documents whose client left, or whose request was late.",
-    "refused_requests": "Requests that had too many tokens, or while too many tokens waited.",
-    "late_requests": "Requests that were not answered in time.",
+    "documents": "Documents of answered requests.",
     "tokens": "Tokens read.",
     "restarts": "Times that the model's process was replaced.",
+    "prefix_device_hits": "Documents whose prefix was cached in memory.",
+    "prefix_disk_hits": "Documents whose prefix was cached on disk.",
     "prefix_misses": "Documents whose prefix was not cached.",
     "prefix_evictions": "Prefixes that were removed to make room.",
     "prefix_corrupt": "Damaged files of prefixes.",
     "prefix_write_errors": "Prefixes that could not be written to disk.",
 }
-"""Counters by name, without the ``_total`` that Prometheus adds. `Scheduler.stats` names those of
-the prefix cache without ``prefix_``."""
 
-PREFIXES = {
-    "hits": (CounterMetricFamily, "hits", "Documents whose prefix was cached."),
-    "bytes": (GaugeMetricFamily, "bytes", "Size of the cached prefixes."),
-    "limit_bytes": (GaugeMetricFamily, "limit", "Most that may be cached."),
+GAUGES = {
+    "waiting_documents": "Documents of requests without an answer.",
+    "prefix_device_bytes": "Size of the prefixes in memory.",
+    "prefix_device_limit": "Most bytes of prefixes in memory.",
+    "prefix_disk_bytes": "Size of the prefixes on disk.",
+    "prefix_disk_limit": "Most bytes of prefixes on disk.",
 }
-"""Numbers of both places of the prefix cache: kind, name in `Scheduler.stats`, description."""
+"""Numbers of `Scheduler.stats` by name; in Prometheus, their names begin with ``rsrank_``."""
 
 
 class Metrics(Collector):
-    """Measures requests, and reads the backend's counters for each scrape."""
+    """The seconds of requests, and the backend's counters, which are read for each scrape."""
 
     def __init__(self, backend: Scheduler) -> None:
         self.registry = CollectorRegistry()
@@ -47,7 +43,7 @@ class Metrics(Collector):
         # Until a model is loaded, its process is "none", which does not exist.
         model_pid = lambda: backend.model.pid or "none"  # noqa: E731
         ProcessCollector("rsrank_model", model_pid, registry=self.registry)
-        self._seconds = Histogram(
+        self.seconds = Histogram(
             "rsrank_request_seconds",
             "Time from a request's arrival to its answer.",
             ("route", "status"),
@@ -55,22 +51,12 @@ class Metrics(Collector):
             registry=self.registry,
         )
 
-    def observe(self, record: RequestRecord) -> None:
-        """Count a request that has been answered."""
-        self._seconds.labels(record.route, str(record.status)).observe(record.seconds)
-
     def collect(self) -> Iterator[Metric]:
         """Every counter and level of the backend."""
         stats = self.backend.stats()
-        text = "Documents of requests without an answer."
-        yield GaugeMetricFamily("rsrank_waiting_documents", text, stats["waiting"])
         is_ready = float(self.backend.readiness() is None)
         yield GaugeMetricFamily("rsrank_ready", "1 if requests are answered.", is_ready)
         for name, text in COUNTERS.items():
-            value = stats[name.removeprefix("prefix_")]
-            yield CounterMetricFamily(f"rsrank_{name}", text, value)
-        for name, (kind, key, text) in PREFIXES.items():
-            family = kind(f"rsrank_prefix_{name}", text, labels=["place"])
-            for place in ("device", "disk"):
-                family.add_metric([place], stats[f"{place}_{key}"])
-            yield family
+            yield CounterMetricFamily(f"rsrank_{name}", text, stats[name])
+        for name, text in GAUGES.items():
+            yield GaugeMetricFamily(f"rsrank_{name}", text, stats[name])

@@ -1,18 +1,15 @@
 """Checks host and key of a request before a route sees it. Logs and counts the request."""
 
-import hashlib
 import logging
-import os
 import re
-import uuid
+import time
 from dataclasses import dataclass, field
-from functools import partial
+from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .error_responses import error_response
-from .logs import RequestRecord
 from .messages import Budget
 from .metrics import Metrics
 from .settings import Keys, Settings
@@ -32,11 +29,8 @@ BODIES = 5
 # pages inside a page of another site.
 HEADERS = {
     "X-Content-Type-Options": "nosniff",
-    "X-Frame-Options": "DENY",
     "Content-Security-Policy": "frame-ancestors 'none'",
 }
-
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 # Names by which a service without keys is called: addresses, and names that are not public. A page
 # of another site could let its own public name point to the service, and send requests from a
@@ -45,18 +39,45 @@ _OWN_NAME = re.compile(r"(\[.*\]|[\d.]+|([^.:]+\.)*(local|localhost|internal)|[^
 
 
 @dataclass
+class RequestRecord:
+    """One request, while it is answered.
+
+    Attributes:
+        client: The client's API key, or its address.
+        budget: Where the bytes of bodies and answers are counted.
+        bytes: Bytes of the body and the answer that were counted.
+        started: When the request came, in seconds of `time.perf_counter`.
+        status: The HTTP status of the answer, when it has begun.
+        fields: What is logged beside the route, the status and the time.
+    """
+
+    client: str
+    budget: Budget
+    bytes: int = 0
+    started: float = field(default_factory=time.perf_counter)
+    status: int | None = None
+    fields: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the request came."""
+        return time.perf_counter() - self.started
+
+    def take_bytes(self, size: int) -> None:
+        """Count bytes; raises as `Budget.take`."""
+        self.budget.take(self.client, size, self.bytes)
+        self.bytes += size
+
+
 class RequestMiddleware:
     """ASGI middleware: checks the host and the key of each request."""
 
-    app: ASGIApp
-    settings: Settings
-    keys: Keys
-    metrics: Metrics
-    # Without a secret, readers of the logs could try all addresses.
-    log_secret: bytes = field(default_factory=partial(os.urandom, 16), repr=False)
-
-    def __post_init__(self) -> None:
-        self.budget = Budget(BODIES * self.settings.max_body_bytes, "bytes")
+    def __init__(self, app: ASGIApp, settings: Settings, metrics: Metrics) -> None:
+        self.app = app
+        self.settings = settings
+        self.metrics = metrics
+        self.keys = Keys(settings)
+        self.budget = Budget(BODIES * settings.max_body, "bytes")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -68,33 +89,25 @@ class RequestMiddleware:
         azure = f"Bearer {headers.get('api-key', '')}"
         scheme, _, sent = headers.get("authorization", azure).partition(" ")
         key = self.keys.find(sent.strip()) if scheme.lower() == "bearer" else None
-        client = key or (scope.get("client") or ("",))[0]
-        client = hashlib.blake2b(client.encode(), digest_size=6, key=self.log_secret).hexdigest()
-        request_id = headers.get("x-request-id", "")
-        if not _REQUEST_ID.fullmatch(request_id):
-            request_id = uuid.uuid4().hex
-        record = RequestRecord(request_id, client, scope["method"])
-        scope["state"] = {**scope.get("state", {}), "record": record, "budget": self.budget}
+        record = RequestRecord(key or (scope.get("client") or ("",))[0], self.budget)
+        scope["state"] = {**scope.get("state", {}), "record": record}
 
         async def send_marked(message: Message) -> None:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
-                record.is_answered = True
-                MutableHeaders(scope=message).update({**HEADERS, "x-request-id": record.id})
+                MutableHeaders(scope=message).update(HEADERS)
             await send(message)
 
         try:
             await self._app_for(scope, headers, key)(scope, receive, send_marked)
         except Exception:
-            logger.exception("A request failed.", extra={"id": record.id})
+            logger.exception("A request failed.")
             failure = error_response(500, "The service failed; its log says more.")
-            if not record.is_answered:
+            if record.status is None:
                 await failure(scope, receive, send_marked)
         finally:
-            self.budget.give_back(client, record.bytes)
-            record.route = getattr(scope.get("route"), "path", "other")
-            self.metrics.observe(record)
-            record.write(logging.DEBUG if record.route in QUIET else logging.INFO)
+            self.budget.give_back(record.client, record.bytes)
+            self._write(scope, record)
 
     def _app_for(self, scope: Scope, headers: Headers, key: str | None) -> ASGIApp:
         """The app, or the error response of a request that may not reach the app."""
@@ -105,3 +118,16 @@ class RequestMiddleware:
             return self.app
         text = "This service needs an API key: send it as 'Authorization: Bearer KEY'."
         return error_response(401, text, headers={"WWW-Authenticate": "Bearer"})
+
+    def _write(self, scope: Scope, record: RequestRecord) -> None:
+        """Count and log a request."""
+        route = scope["path"]
+        if route not in [one.path for one in scope["app"].routes]:
+            route = "other"
+        # Without an answer, the client has left.
+        status = record.status or 499
+        self.metrics.seconds.labels(route, str(status)).observe(record.seconds)
+        fields: dict[str, Any] = {"route": route, "status": status, **record.fields}
+        fields["milliseconds"] = round(1000 * record.seconds, 1)
+        level = logging.DEBUG if route in QUIET else logging.INFO
+        logger.log(level, "request", extra={"fields": fields})

@@ -8,17 +8,21 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 
-from ..errors import RSRankError
 from ..reranker import Pair, Reranker
-from .messages import Description, Outcome, ServiceError, unavailable
-from .model_process import ModelProcess, ProcessLostError
-from .work_queue import QueueItem, QueueLimits, WorkQueue
+from .engine import ProcessLostError
+from .messages import Description, Outcome, ServiceError, Work, unavailable
+from .model_process import ModelProcess
+from .work_queue import WorkQueue
 
 logger = logging.getLogger(__name__)
 
 # Seconds without work after which the model's process is asked for a sign of life.
 IDLE_SECONDS = 1.0
+
+# Seconds from one look at the queue to the next, when the service stops.
+WAIT_SECONDS = 0.05
 
 # Seconds before a model that could not be loaded is tried again.
 PAUSE_SECONDS = 5.0
@@ -30,37 +34,29 @@ class Scheduler:
     Args:
         make: Loads the model; ``make`` and the model's results must be picklable.
         name: What the model is called.
-        limits: Of the queue.
-        prepare: Called in the model's process before all else, such as to set up its logs.
+        queue_tokens: Tokens of all requests without an answer. One client may have half of them.
+        batch_tokens: Tokens that the model scores at a time.
     """
 
     def __init__(
         self,
         make: Callable[[], Reranker],
         name: str,
-        *,
-        limits: QueueLimits = QueueLimits(),  # noqa: B008 - it is frozen
-        prepare: Callable[[], object] | None = None,
+        queue_tokens: int = 800_000,
+        batch_tokens: int = 1_024,
     ) -> None:
         self.name = name
-        self.model = ModelProcess(make, name, prepare)
+        self.model = ModelProcess(make)
+        # What is loaded; set by `start`.
+        self.description: Description
         # Set by the server at SIGTERM. Requests in flight are answered, and /ready is 503.
         self.is_ending = False
-        self._stopping = False
-        self._description: Description | None = None
         self._trouble = "The service has not been started."
-        self._queue = WorkQueue(limits)
+        self._queue = WorkQueue(queue_tokens, batch_tokens)
         self._work = asyncio.Event()
         self._runner: asyncio.Task[None] | None = None
         self._counts = Counter[str]()
         self._model_stats: Mapping[str, int] = {}
-
-    @property
-    def description(self) -> Description:
-        """The model that is served; raises ServiceError if nothing is loaded yet."""
-        if self._description is None:
-            raise unavailable(f"{self.name} is not loaded. {self._trouble}")
-        return self._description
 
     def readiness(self) -> str | None:
         """None if requests are answered; else the reason."""
@@ -68,41 +64,44 @@ class Scheduler:
 
     def stats(self) -> Counter[str]:
         """The scheduler's and the reranker's numbers, by name; `metrics` describes each of them."""
-        waiting = sum(len(request.outcomes) for request in self._queue.requests)
-        return Counter({**self._counts, **self._model_stats, "waiting": waiting})
+        stats = Counter({f"prefix_{name}": n for name, n in self._model_stats.items()})
+        stats["waiting_documents"] = sum(len(one.outcomes) for one in self._queue.requests)
+        return stats + self._counts
 
     async def start(self) -> None:
-        """Load the model; returns when it can score, or raises what loading raises."""
-        self._trouble = "The model is being loaded."
+        """Load the model; returns when it can score.
+
+        Raises:
+            RSRankError: The model cannot be loaded.
+        """
         await self._load()
         self._runner = asyncio.create_task(self._run())
 
     async def _load(self) -> None:
-        self._description = await self.model.start()
+        self.description = await self.model.start()
         self._trouble = ""
 
     async def stop(self) -> None:
         """Finish what is there, and end the model's process."""
-        self.is_ending = self._stopping = True
-        self._work.set()
-        if self._runner is not None and self._queue.requests:
-            await asyncio.wait([self._runner])
+        self.is_ending = True
+        while self._queue.requests:
+            await asyncio.sleep(WAIT_SECONDS)
         self.abort()
 
     def abort(self) -> None:
         """End the model's process, whatever it is doing, and load no other one."""
-        self.is_ending = self._stopping = True
+        self.is_ending = True
         if self._runner is not None:
             self._runner.cancel()
+            self._runner = None
         self.model.kill()
 
     async def score(
         self,
         pairs: Sequence[Pair],
-        *,
         client: str = "",
-        timeout: float | None = None,
-        explain: bool = False,
+        timeout: float = 60.0,
+        work: Work = "score",
     ) -> list[Outcome]:
         """One outcome for each pair, in input order. Cancelling the call cancels the work.
 
@@ -110,89 +109,68 @@ class Scheduler:
 
         Args:
             pairs: What to score.
-            client: Who asks.
-            timeout: Seconds after which to give up; None for never.
-            explain: Take the scores apart, too. Documents are then read whole.
+            client: Who waits for the scores.
+            timeout: Seconds after which to give up.
+            work: Whether the scores are taken apart, too.
 
         Raises:
             ServiceError: Too much waits, or the pairs are too many (`WorkQueue.add`); time was up
-                (status 504); or the service is stopping or without a model (503).
+                (status 504); or the service is stopping or has not been started (503).
         """
-        if self._runner is None or self._stopping:
+        if self._runner is None:
             raise unavailable(f"No requests are taken. {self.readiness()}")
         if not pairs:
             return []
-        try:
-            request = self._queue.add(client, pairs, self.description.max_tokens, explain)
-        except ServiceError:
-            self._counts["refused_requests"] += 1
-            raise
+        request = self._queue.add(client, pairs, self.description.max_tokens, work)
         self._work.set()
         try:
-            await asyncio.wait([request.answer], timeout=timeout)
-            if not request.answer.done():
-                self._counts["late_requests"] += 1
-                text = f"There was no answer in {timeout:.4g} seconds; the work has been cancelled."
-                raise ServiceError(504, text)
-            request.answer.result()
+            await asyncio.wait_for(asyncio.shield(request.answer), timeout)
+        except asyncio.TimeoutError:
+            text = f"There was no answer in {timeout:.4g} seconds; the work has been cancelled."
+            raise ServiceError(504, text) from None
         finally:
-            if not request.answer.done():
-                self._counts["cancelled_documents"] += len(pairs)
             self._queue.remove(request)
+        self._counts["documents"] += len(pairs)
         # In a thread, because a document may have thousands of sentences.
         outcomes = await asyncio.to_thread(
             lambda: {pair: request.outcome(pair) for pair in request.outcomes}
         )
-        for pair in pairs:
-            scored = outcomes[pair].scored
-            self._counts["documents"] += 1
-            self._counts["failed_documents"] += scored is None
-            self._counts["truncated_documents"] += bool(scored and scored.truncated)
         return [outcomes[pair] for pair in pairs]
 
     async def _run(self) -> None:
         """Run batches until the end. No error ends the loop, because all requests depend on it."""
-        while self._queue.requests or not self._stopping:
-            batch: list[QueueItem] = []
+        while True:
+            if self.model.pid is None:
+                await self._replace_model()
+                continue
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._work.wait(), IDLE_SECONDS)
+            # An empty batch asks for a sign of life.
+            batch = self._queue.next_batch()
+            if not batch:
+                self._work.clear()
             try:
-                if self.model.pid is None:
-                    self._counts["restarts"] += 1
-                    await self._load()
-                    logger.warning("The model's process died and was replaced.")
-                batch = self._queue.next_batch()
-                if batch or await self._is_idle():
-                    await self._run_batch(batch)
-            except ProcessLostError:
+                results, self._model_stats = await self.model.run([item.task for item in batch])
+            except ProcessLostError as error:
+                logger.error("%s", error)
                 self._trouble = "The model's process has died and is being replaced."
                 self._queue.put_back(batch)
-            except Exception as error:
-                # Only our own messages are logged: others may quote a document.
-                reason = error if isinstance(error, RSRankError) else type(error).__name__
-                logger.exception("A batch or a load failed: %s", reason)
-                lost = Outcome(None, fault="internal", error="was lost.")
-                self._queue.finish(batch, [lost] * len(batch))
-                if self.model.pid is None:
-                    await self._pause()
+                continue
+            except Exception:
+                logger.exception("A batch failed.")
+                results = [Outcome(error="was lost.", model_failed=True)] * len(batch)
+            self._queue.finish(batch, results)
+            for result in results:
+                if isinstance(result, Outcome) and result.scored is not None:
+                    self._counts["tokens"] += result.scored.tokens
 
-    async def _run_batch(self, batch: Sequence[QueueItem]) -> None:
-        results, self._model_stats = await self.model.run([item.task for item in batch])
-        self._queue.finish(batch, results)
-        for result in results:
-            if isinstance(result, Outcome) and result.scored is not None:
-                self._counts["tokens"] += result.scored.tokens
-
-    async def _is_idle(self) -> bool:
-        """Wait for work. After some time without work, the process must give a sign of life."""
-        self._work.clear()
+    async def _replace_model(self) -> None:
+        self._counts["restarts"] += 1
         try:
-            await asyncio.wait_for(self._work.wait(), IDLE_SECONDS)
-        except asyncio.TimeoutError:
-            return True
-        return False
-
-    async def _pause(self) -> None:
-        """Wait before the next load. The cause may pass, such as a device that is still full."""
-        self._trouble = "The model's process died and could not be replaced; the log says why."
-        if self._stopping:
-            self._queue.give_up(unavailable(self._trouble))
-        await asyncio.sleep(PAUSE_SECONDS)
+            await self._load()
+            logger.warning("The model's process died and was replaced.")
+        except Exception as error:
+            logger.error("The model's process could not be replaced: %s", error)
+            # The cause may pass, such as a device that is still full.
+            self._trouble = "The model's process died and could not be replaced; the log says why."
+            await asyncio.sleep(PAUSE_SECONDS)

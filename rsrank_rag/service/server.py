@@ -5,15 +5,13 @@ docs/serving.md and examples/nginx.conf.
 """
 
 import math
-import socket
-from collections.abc import Callable
 from types import FrameType
 
 from ..errors import needs
 
-with needs("The service needs {}.", "serve", "fastapi", "uvicorn"):
+with needs("The service needs {}.", "serve", "starlette", "uvicorn"):
     import uvicorn
-    from fastapi import FastAPI
+    from starlette.applications import Starlette
 
 # Connections and requests at a time. Above that, requests are answered with status 503.
 CONNECTIONS = 1000
@@ -33,15 +31,10 @@ class Server(uvicorn.Server):
 
     After SIGTERM or Ctrl-C, /ready is 503, and the server takes no connections and ends when the
     requests in flight have been answered. A second signal ends it at once. The exit status is 0.
-
-    Args:
-        app: The app.
-        when_started: Called once, when the server begins to take requests.
     """
 
-    def __init__(self, app: FastAPI, when_started: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, app: Starlette) -> None:
         self.backend = app.state.backend
-        self.when_started = when_started
         config = uvicorn.Config(
             app,
             http="h11",
@@ -55,11 +48,6 @@ class Server(uvicorn.Server):
             timeout_graceful_shutdown=math.ceil(app.state.settings.timeout) + GRACE,
         )
         super().__init__(config)
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:  # noqa: D102 - uvicorn's
-        await super().startup(sockets)
-        if self.started:
-            self.when_started()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin to stop the server.

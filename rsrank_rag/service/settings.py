@@ -2,41 +2,42 @@
 
 import hmac
 import logging
-from collections.abc import Iterable
 from pathlib import Path
+from typing import Literal
 
-from pydantic import BaseModel, Field, PositiveInt, SecretStr
+from pydantic import BaseModel, ByteSize, Field, PositiveInt, SecretStr
 
 from ..errors import InputError
 from ..remote.address import usable_key
-from .schemas.answers import Drop
 
 logger = logging.getLogger(__name__)
 
 
 # Input is hidden in errors, because it may be a key.
-class Settings(BaseModel, extra="forbid", frozen=True, hide_input_in_errors=True):
-    """What the service allows, and how it answers unless a request says otherwise.
+class Options(BaseModel, frozen=True, hide_input_in_errors=True, use_attribute_docstrings=True):
+    """Settings that are also options of ``rsrank serve``."""
 
-    Attributes:
-        api_keys: A request needs one of these keys. Without keys and a file, it needs none.
-        api_key_file: More keys, one a line; read again for each request.
-        max_documents: Documents of a request.
-        max_body_bytes: Bytes of a request's body.
-        timeout: Seconds from a request's arrival to its answer.
-        normalize: Answer with scores between 0 and 1.
-        drop: Whether answers leave out documents that the model's native rule does not keep.
-            True: not in the answer to a request for as many documents as it holds. "always": in
-            every answer. Set "always" only if every client reads the index of each row.
-    """
+    api_key_file: Path | None = None
+    """File of API keys, one a line; RSRANK_API_KEY adds keys."""
+    max_documents: PositiveInt = 1000
+    """Documents of one request."""
+    max_body: ByteSize = Field(default="10MB", gt=0, validate_default=True)
+    """Size of one request, such as 10MB."""
+    timeout: float = Field(default=60.0, gt=0, allow_inf_nan=False)
+    """Seconds from a request to its answer."""
+    normalize: bool = False
+    """Scores from 0 to 1; 0.5: the native threshold."""
+
+
+class Settings(Options, frozen=True, extra="forbid"):
+    """What the service allows, and how it answers unless a request says otherwise."""
 
     api_keys: tuple[SecretStr, ...] = ()
-    api_key_file: Path | None = None
-    max_documents: PositiveInt = 1000
-    max_body_bytes: PositiveInt = 10_000_000
-    timeout: float = Field(default=60.0, gt=0, allow_inf_nan=False)
-    normalize: bool = False
-    drop: Drop = False
+    """A request needs a key of these or of the file. Without keys and a file, it needs none."""
+    drop: bool | Literal["always"] = False
+    """Whether answers leave out documents that the model's native rule does not keep. True: not in
+    the answer to a request for as many documents as it holds. "always": in every answer. Set
+    "always" only if every client reads the index of each row."""
 
     @property
     def closed(self) -> bool:
@@ -45,75 +46,59 @@ class Settings(BaseModel, extra="forbid", frozen=True, hide_input_in_errors=True
 
 
 class Keys:
-    """Keys that open the service: fixed ones and those of a file.
+    """Keys that open the service.
 
-    The file is read for each request: a changed file may have the same size and time as before.
-    The keys of a file stay when the file cannot be read any more.
+    Their file is read for each request: a changed file may have the same size and time as before.
+    While the file cannot be used, the keys that were read before stay.
 
     Raises:
-        InputError: A key cannot be sent, or the file cannot be read or holds no key.
+        InputError: As `keys_of`.
     """
 
     def __init__(self, settings: Settings) -> None:
-        self._file = settings.api_key_file
-        self._from_file = keys_in(self._file)
-        self._trouble = ""
-        self._fixed: list[str] = []
-        if settings.api_keys:
-            self._fixed = checked_keys(settings.api_keys, "RSRANK_API_KEY")
+        self._settings = settings
+        self._keys = keys_of(settings)
 
     def find(self, sent: str) -> str | None:
         """The key that equals what a client has sent; None if there is none."""
-        trouble = ""
         try:
-            self._from_file = keys_in(self._file)
+            self._keys = keys_of(self._settings)
         except InputError as error:
-            trouble = f"{error} The keys that were read before stay."
-        if trouble and trouble != self._trouble:
-            logger.error(trouble)
-        self._trouble = trouble
+            logger.error("%s The keys that were read before stay.", error)
         matching = None
         # All keys are compared, so that the time does not depend on which one matches.
-        for key in self._fixed + self._from_file:
+        for key in self._keys:
             if hmac.compare_digest(key.encode(), sent.encode()):
                 matching = key
         return matching
 
 
-def keys_in(file: Path | None) -> list[str]:
-    """The API keys in a file with one key a line; no keys if ``file`` is None.
-
-    Lines that begin with ``#`` are comments.
+def keys_of(settings: Settings) -> list[str]:
+    """The API keys of a service. Empty lines, and lines that begin with ``#``, are no keys.
 
     Raises:
-        InputError: The file cannot be read, holds no key, or a key that cannot be sent.
+        InputError: A key cannot be sent, the file cannot be read, or there is no key although
+            there should be one. No message holds a key.
     """
-    if file is None:
-        return []
-    try:
-        # Reading a pipe could wait for ever.
-        if not file.is_file():
-            raise OSError("there is no regular file of this name.")
-        # Some editors begin a file with a byte order mark.
-        lines = file.read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"--api-key-file {file} could not be read: {error}") from error
-    keys = [SecretStr(line) for line in lines if not line.lstrip().startswith("#")]
-    return checked_keys(keys, f"--api-key-file {file}")
-
-
-def checked_keys(keys: Iterable[SecretStr], source: str) -> list[str]:
-    """Keys without white space around them. Empty ones are left out.
-
-    Args:
-        keys: The keys.
-        source: What errors call the place of the keys.
-
-    Raises:
-        InputError: There is no key, or a key that HTTP cannot send. The message holds no key.
-    """
-    usable = [usable_key(key, source) for key in keys]
-    texts = [key.get_secret_value() for key in usable if key]
-    if not texts:
-        raise InputError(f"{source} holds no key. Write a key into it, or do not set it.")
-    return texts
+    lines = [key.get_secret_value() for key in settings.api_keys]
+    file = settings.api_key_file
+    if file is not None:
+        try:
+            # Reading a pipe could wait for ever.
+            if not file.is_file():
+                raise OSError("there is no regular file of this name.")
+            # Some editors begin a file with a byte order mark.
+            lines += file.read_text(encoding="utf-8-sig").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"--api-key-file {file} could not be read: {error}") from error
+    keys = []
+    for line in lines:
+        key = usable_key(SecretStr(line), "RSRANK_API_KEY or --api-key-file")
+        if key is not None and not line.lstrip().startswith("#"):
+            keys.append(key.get_secret_value())
+    if settings.closed and not keys:
+        raise InputError(
+            "RSRANK_API_KEY or --api-key-file is set, and holds no key. Write a key into it, or do "
+            "not set it."
+        )
+    return keys

@@ -1,12 +1,12 @@
 """What waits for the model: requests of clients, as items of a known cost.
 
 An item is a section of a document to be cut, or a part of a document to be scored. Its cost is
-counted in tokens. A client may have half of the tokens that may wait. Clients take turns: a batch
-holds at most `QueueLimits.batch_tokens`, and each client that waits gets an equal share of them.
+counted in tokens. A client may have half of the tokens that may wait. The next item is always one
+of the client that has had the fewest tokens of the model while it waited.
 """
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -14,7 +14,7 @@ from ..ranking.pairs import combined, parts_of, sections_of
 from ..reading.parts import Span
 from ..reranker import Pair
 from ..texts import CHARACTERS_PER_TOKEN
-from .messages import Budget, Outcome, Parts, ServiceError, Task
+from .messages import Budget, Outcome, Parts, ServiceError, Task, Work
 
 # Characters that are cut in the time in which the model runs one token: about those of `mini` on
 # one core.
@@ -24,51 +24,41 @@ CUT_PER_TOKEN = 50
 MOST_DEATHS = 2
 
 
-@dataclass(frozen=True)
-class QueueLimits:
-    """How much may wait, and how much the model does at a time.
-
-    Attributes:
-        tokens: Tokens of all requests without an answer. One client may have half of them.
-        batch_tokens: Tokens of a batch. An item of more tokens runs alone.
-    """
-
-    tokens: int = 800_000
-    batch_tokens: int = 1_024
-
-
 @dataclass(eq=False)
 class QueuedRequest:
     """A client's request.
 
     Attributes:
         client: Who waits for it.
+        work: What is done with each part.
         answer: Done when each pair has an outcome.
+        items: What is neither running nor done.
         outcomes: For each distinct pair, the outcomes of its parts by their spans.
         cost: Tokens of all items, also of those that are done. Before a document is cut, its
             tokens are estimated from its characters.
         pending: Number of items that are not done.
-        query_truncated: Whether only the first and the last part of the query are read.
     """
 
     client: str
+    work: Work
     answer: "asyncio.Future[None]"
+    items: "deque[QueueItem]" = field(default_factory=deque)
     outcomes: dict[Pair, dict[Span, Outcome]] = field(default_factory=dict)
     cost: int = 0
     pending: int = 0
-    query_truncated: bool = False
 
     def outcome(self, pair: Pair) -> Outcome:
         """A pair's outcome: the error of a part, or what the scores of its parts combine to."""
         outcomes = self.outcomes[pair]
         spans = sorted(outcomes)
         scored = []
+        outcome = Outcome()
         for span in spans:
             outcome = outcomes[span]
-            if outcome.scored is None or outcome.explanation:
+            if outcome.scored is None:
                 return outcome
             scored.append(outcome.scored)
-        return Outcome(combined(pair, spans, scored), self.query_truncated)
+        return replace(outcome, scored=combined(pair, spans, scored))
 
 
 @dataclass(eq=False, slots=True)
@@ -80,7 +70,7 @@ class QueueItem:
         pair: The query and the whole document.
         task: What the model's process does.
         cost: The tokens that the model runs in the time of the task.
-        estimate: For a section that is not cut yet, the tokens of its document's parts.
+        estimate: For a section that is not cut yet, the tokens of its parts.
         deaths: How often the model's process died on the task.
     """
 
@@ -92,25 +82,23 @@ class QueueItem:
     deaths: int = 0
 
 
-@dataclass
 class WorkQueue:
-    """The requests without an answer, and the items that are not running.
+    """The requests without an answer.
 
-    Attributes:
-        limits: How much may wait.
-        requests: All requests.
-        items: The items of each client, in their order. A batch begins with the first client.
+    Args:
+        tokens: Tokens of all requests. One client may have half of them.
+        batch_tokens: Tokens of a batch. An item of more tokens runs alone.
     """
 
-    limits: QueueLimits
-    requests: list[QueuedRequest] = field(default_factory=list)
-    items: dict[str, deque[QueueItem]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.budget = Budget(self.limits.tokens, "tokens")
+    def __init__(self, tokens: int, batch_tokens: int) -> None:
+        self.budget = Budget(tokens, "tokens")
+        self.batch_tokens = batch_tokens
+        self.requests: list[QueuedRequest] = []
+        # Tokens that clients with requests have had. A new client begins with the fewest.
+        self._had = Counter[str]()
 
     def add(
-        self, client: str, pairs: Iterable[Pair], max_tokens: int | None, explain: bool = False
+        self, client: str, pairs: Iterable[Pair], max_tokens: int | None, work: Work = "score"
     ) -> QueuedRequest:
         """Queue a client's request. An event loop must run. Equal pairs are one document.
 
@@ -118,88 +106,74 @@ class WorkQueue:
             client: The client.
             pairs: The query with each document.
             max_tokens: The most tokens of a document that the model reads; None if unknown.
-            explain: Whether to take the scores apart. Documents are then read whole.
+            work: What is done with each part of a document.
 
         Raises:
             ServiceError: Status 413 if the request has more tokens than one client may have, 429
                 if it has more than the client, or all clients, may have now.
         """
-        request = QueuedRequest(client, asyncio.get_running_loop().create_future())
-        items: list[QueueItem] = []
+        request = QueuedRequest(client, work, asyncio.get_running_loop().create_future())
         for pair in dict.fromkeys(pairs):
             request.outcomes[pair] = {}
-            tokens = len(pair.document) // CHARACTERS_PER_TOKEN
-            if pair.reading.is_whole:
-                tokens = min(tokens, max_tokens or tokens)
-            tokens += len(pair.query) // CHARACTERS_PER_TOKEN + 1
-            if explain:
-                items.append(QueueItem(request, pair, Task(pair, "explain"), tokens))
-                continue
             for section in sections_of(pair, max_tokens):
-                cost = 1 + (section[1] - section[0]) // CUT_PER_TOKEN
-                items.append(QueueItem(request, pair, Task(pair, "cut", section), cost, tokens))
-                tokens = 0
-        request.pending = len(items)
-        request.cost = sum(item.cost + item.estimate for item in items)
+                size = section[1] - section[0]
+                tokens = size // CHARACTERS_PER_TOKEN
+                if pair.reading.is_whole:
+                    tokens = min(tokens, max_tokens or tokens)
+                tokens += len(pair.query) // CHARACTERS_PER_TOKEN + 1
+                task = Task(pair, "cut", section)
+                item = QueueItem(request, pair, task, 1 + size // CUT_PER_TOKEN, tokens)
+                request.items.append(item)
+                request.cost += item.cost + item.estimate
+        request.pending = len(request.items)
         self.budget.take(client, request.cost)
         self.requests.append(request)
-        self.items.setdefault(client, deque()).extend(items)
+        self._had.setdefault(client, min(self._had.values(), default=0))
         return request
 
     def remove(self, request: QueuedRequest) -> None:
         """Forget a request with its items, answered or not."""
         self.requests.remove(request)
         self.budget.give_back(request.client, request.cost)
-        left = deque(item for item in self.items[request.client] if item.request is not request)
-        self.items[request.client] = left
         if all(other.client != request.client for other in self.requests):
-            del self.items[request.client]
+            del self._had[request.client]
         request.answer.cancel()
 
     def next_batch(self) -> list[QueueItem]:
-        """Take the items of a batch out of the queue. They are equal shares of all clients."""
-        clients = [client for client, items in self.items.items() if items]
+        """Take the items of a batch out of the queue."""
         batch: list[QueueItem] = []
-        left = self.limits.batch_tokens
-        share = left // max(1, len(clients))
-        size = -1
-        # What clients with few items leave of their shares, the others get in more rounds.
-        while len(batch) > size:
-            size = len(batch)
-            for client in clients:
-                taken = 0
-                items = self.items[client]
-                while items and taken < share:
-                    item = items[0]
-                    if batch and (item.cost > left or item.deaths or batch[0].deaths):
-                        break
-                    batch.append(items.popleft())
-                    taken += item.cost
-                    left -= item.cost
-        if clients:
-            # The next batch begins with the next client.
-            self.items[clients[0]] = self.items.pop(clients[0])
+        left = self.batch_tokens
+
+        def fits(item: QueueItem) -> bool:
+            return not batch or (item.cost <= left and not item.deaths and not batch[0].deaths)
+
+        while ready := [one for one in self.requests if one.items and fits(one.items[0])]:
+            request = min(ready, key=lambda one: self._had[one.client])
+            item = request.items.popleft()
+            batch.append(item)
+            left -= item.cost
+            self._had[request.client] += item.cost
         return batch
 
     def put_back(self, batch: Sequence[QueueItem]) -> None:
         """Put the items of a batch on which the model's process died before the others."""
-        error = Outcome(None, fault="internal", error="ended the model's process, twice.")
+        error = Outcome(error="ended the model's process, twice.", model_failed=True)
         for item in reversed(batch):
             item.deaths += 1
             if item.deaths >= MOST_DEATHS:
                 self.finish([item], [error])
-            elif item.request in self.requests:
-                self.items[item.request.client].appendleft(item)
+            else:
+                item.request.items.appendleft(item)
 
     def finish(self, batch: Sequence[QueueItem], results: Sequence[Parts | Outcome]) -> None:
-        """Take the results of a batch. `Parts` become items, before the others of their client."""
+        """Take the results of a batch. `Parts` become items, before the others of the request."""
         for item, result in zip(reversed(batch), reversed(results), strict=True):
-            request, pair = item.request, item.pair
+            request = item.request
             if request.answer.done():
                 continue
             request.pending -= 1
             if isinstance(result, Outcome):
-                request.outcomes[pair][item.task.section] = result
+                request.outcomes[item.pair][item.task.section] = result
             else:
                 self._add_parts(item, result)
             if not request.pending and not request.answer.done():
@@ -207,24 +181,15 @@ class WorkQueue:
 
     def _add_parts(self, item: QueueItem, parts: Parts) -> None:
         request, pair = item.request, item.pair
-        request.query_truncated |= parts.query != pair.query
-        fitting = replace(pair, query=parts.query)
-        items = []
-        for part, span, cost in zip(
-            parts_of(fitting, parts.spans), parts.spans, parts.costs, strict=True
-        ):
-            items.append(QueueItem(request, pair, Task(part, "score", span), cost))
-        self.items[request.client].extendleft(reversed(items))
-        request.pending += len(items)
-        more = sum(parts.costs) - item.estimate
+        more = sum(cost for _, cost in parts) - item.estimate
         try:
             self.budget.take(request.client, more, request.cost)
-            request.cost += more
         except ServiceError as error:
             request.answer.set_exception(error)
-
-    def give_up(self, error: ServiceError) -> None:
-        """Answer all requests with an error."""
-        for request in self.requests:
-            if not request.answer.done():
-                request.answer.set_exception(error)
+            return
+        request.cost += more
+        request.pending += len(parts)
+        for span, cost in reversed(parts):
+            (part,) = parts_of(pair, [span])
+            part_item = QueueItem(request, pair, Task(part, request.work, span), cost)
+            request.items.appendleft(part_item)

@@ -15,7 +15,6 @@ from ray_service import application
 
 from rsrank_rag.service.app import Settings, create_app
 from rsrank_rag.service.scheduler import Scheduler
-from rsrank_rag.service.work_queue import QueueLimits
 
 pytestmark = pytest.mark.ray
 
@@ -25,9 +24,7 @@ with socket.socket() as made:
 
 
 def build(make, **limits):
-    return create_app(
-        Scheduler(make, "lengths", limits=QueueLimits(**limits)), Settings(timeout=60)
-    )
+    return create_app(Scheduler(make, "lengths", **limits), Settings(timeout=60))
 
 
 def run(make, count, **limits):

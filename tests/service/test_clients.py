@@ -14,7 +14,7 @@ os.environ.update(
 
 import pytest
 
-pytest.importorskip("fastapi")
+pytest.importorskip("starlette")
 
 from service_helpers import Numbers, address_of, scheduler
 

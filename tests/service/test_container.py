@@ -131,7 +131,7 @@ def test_compose_publishes_the_port_to_the_loopback_only_and_keeps_what_must_sta
 
 
 def test_compose_waits_longer_than_a_request_may_take(steps):
-    pytest.importorskip("fastapi")
+    pytest.importorskip("starlette")
     from rsrank_rag.service.server import GRACE
 
     for service in COMPOSE["services"]:

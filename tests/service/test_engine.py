@@ -84,7 +84,7 @@ def test_whatever_the_model_does_on_one_document_the_others_get_their_scores(bad
     engine = Engine(Explaining())
     found = engine.run([Task(task.pair, work) for task in given])
     assert scores(found) == [1, 2, None, 3, 4]
-    assert found[2].fault in ("internal", "unscored", "input")
+    assert found[2].error
     assert "secret" not in found[2].error
     assert type(found[0].scored.score) is float
 
@@ -94,15 +94,13 @@ def test_a_lost_device_and_ctrl_c_concern_all():
         Engine(Numbers()).run(tasks(1, "lost"))
 
 
-def test_a_refused_query_concerns_no_other_pairs_and_does_not_take_their_batches_apart():
-    reranker = Numbers()
+def test_a_refused_query_concerns_no_other_pairs():
     given = [task for n in range(20) for q in ("refused", "a", "b") for task in tasks(n, query=q)]
-    found = Engine(reranker).run(given)
+    found = Engine(Numbers()).run(given)
     assert [score is None for score in scores(found)] == [
         task.pair.query == "refused" for task in given
     ]
     assert found[0].error == "The query is refused."
-    assert len([batch for batch in reranker.batches if "refused" not in batch]) <= 12
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 40])
@@ -113,24 +111,28 @@ def test_many_documents_without_scores_are_found_in_few_runs(count):
     assert len(reranker.batches) <= 2 * count + 10
 
 
-def test_a_long_query_is_cut_once_for_all_of_its_pairs(monkeypatch):
+@pytest.mark.parametrize("work", ["score", "explain"])
+def test_a_long_query_is_cut_once_for_all_its_pairs(work, monkeypatch):
     fitted, fit = [], Numbers.fit_query
     monkeypatch.setattr(
         Numbers, "fit_query", lambda self, query: fitted.append(query) or fit(self, query)
     )
     long = "a query that is too long"
-    for work in ("score", "explain"):
-        assert scores(Engine(Explaining()).run([Task(Pair(long, "1"), work)] * 9)) == [1] * 9
-    assert fitted == [long, long]
+    engine = Engine(Explaining())
+    for number in range(3):
+        found = engine.run([Task(Pair(long, str(number)), work), *tasks(1)])
+        assert scores(found) == [number, 1]
+        assert [outcome.query_truncated for outcome in found] == [work == "score", False]
+    assert fitted.count(long) == 1
 
 
 def test_a_section_is_cut_into_parts_with_their_costs():
     text = "One two. Three four five.\n" * 3
     pair = Pair("a query that is too long", text, reading=Reading(extract="sentences"))
     (found,) = Engine(Numbers()).run([Task(pair, "cut", (0, len(text)))])
-    assert [text[start:stop] for start, stop in found.spans] == ["One two.", "Three four five."] * 3
-    assert found.query == "a query that is too "
-    assert found.costs == [(20 + 8) // 4 + 1, (20 + 16) // 4 + 1] * 3
+    texts = [text[start:stop] for (start, stop), _ in found]
+    assert texts == ["One two.", "Three four five."] * 3
+    assert [cost for _, cost in found] == [(20 + 8) // 4 + 1, (20 + 16) // 4 + 1] * 3
 
 
 def test_a_model_without_explanations_says_so():
@@ -138,7 +140,7 @@ def test_a_model_without_explanations_says_so():
     assert not engine.describe().explains
     assert Engine(Explaining()).describe().explains
     (found,) = engine.run([Task(Pair("q", "1"), "explain")])
-    assert found.fault == "input"
+    assert not found.model_failed
     assert "cannot take its scores apart" in found.error
 
 

@@ -61,7 +61,7 @@ def test_requests_and_answers_are_buffered(conf):
 
 def test_one_address_has_few_connections_and_bodies_are_as_large_as_the_service_allows(conf):
     assert int(conf["limit_conn"][0][1]) <= 100
-    assert amount(conf["client_max_body_size"][0][0]) == Settings().max_body_bytes
+    assert amount(conf["client_max_body_size"][0][0]) == Settings().max_body
 
 
 def test_connections_to_the_service_are_fewer_and_idle_for_less_than_the_service_allows(conf):

@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-import io
 import json
 import logging
 import os
@@ -18,7 +17,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-pytest.importorskip("fastapi")
+pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
 from click.testing import CliRunner
@@ -37,7 +36,7 @@ from rsrank_rag.prefixes.settings import CacheSettings
 from rsrank_rag.ranking.rule import Rule
 from rsrank_rag.reranker import BLANK_SCORE
 from rsrank_rag.service import app as app_module
-from rsrank_rag.service.logs import TextlessFormatter
+from rsrank_rag.service.logs import line_of
 from rsrank_rag.service.messages import Description
 
 JSON = {"content-type": "application/json"}
@@ -72,6 +71,11 @@ def scores(found):
     return [(row["index"], next(row[name] for name in names if name in row)) for row in rows]
 
 
+def requests_in(caplog):
+    """The log's records of requests."""
+    return [record for record in caplog.records if record.getMessage() == "request"]
+
+
 async def until(condition):
     ends = time.monotonic() + 120  # far beyond what a loaded machine takes
     while not condition():
@@ -94,19 +98,6 @@ async def test_documents_come_back_best_first_under_every_path(path):
     assert found["usage"] == {"prompt_tokens": 6, "total_tokens": 6}
     assert found["meta"]["billed_units"]["search_units"] == 1
     assert not any("document" in row for row in found["results"])
-
-
-@pytest.mark.parametrize(("path", "body"), REQUESTS[:-1])
-@pytest.mark.parametrize(("best", "expected"), [("3", "false"), ("1", "true")])
-async def test_every_answer_says_in_a_header_whether_nothing_is_relevant(
-    path, body, best, expected
-):
-    body = json.loads(json.dumps(body).replace('"3"', f'"{best}"').replace('"2"', '"0"'))
-    async with serving() as http:
-        answer = await http.post(path, json=body)
-    assert answer.headers["x-rsrank-none-relevant"] == expected
-    if "none_relevant" in answer.text:
-        assert answer.json()["none_relevant"] is (expected == "true")
 
 
 async def test_texts_get_teis_bare_array():
@@ -164,8 +155,6 @@ async def test_irrelevant_documents_are_dropped_only_where_somebody_asked_for_it
         assert await rows() == 3
         assert await rows(threshold="native") == 2
         assert await rows(threshold=2) == 1
-        assert await rows(threshold=2, max_gap=None) == 1
-        assert await rows(threshold=4, fallback={"max_gap": 9, "max_depth": 3}) == 2
         assert await rows(threshold=1.5, top_n=1) == 1
         assert await rows(threshold=9) == 0
         assert await rows(top_n=0) == 3
@@ -276,7 +265,7 @@ async def test_other_requests_of_the_same_batch_are_answered():
                 ("q", "3"),
             ]
         ]
-        await until(lambda: backend.stats()["waiting"] == 13)
+        await until(lambda: backend.stats()["waiting_documents"] == 13)
         ranker.may_go_on.set()
         assert [response.status_code for response in await asyncio.gather(*tasks)] == [
             200,
@@ -319,7 +308,7 @@ async def test_documents_that_are_too_long_are_cut_and_marked():
 # Limits and errors
 
 
-LIMITED = {"max_documents": 3, "max_body_bytes": 300}
+LIMITED = {"max_documents": 3, "max_body": 300}
 
 
 @pytest.mark.parametrize(
@@ -345,7 +334,7 @@ async def test_a_body_without_a_length_is_measured_as_it_comes():
             yield b" " * 100
         yield json.dumps(RERANK).encode()
 
-    async with serving(max_body_bytes=1000) as http:
+    async with serving(max_body=1000) as http:
         assert (await http.post("/v1/rerank", content=chunks(5), headers=JSON)).status_code == 200
         sent.clear()
         response = await http.post("/v1/rerank", content=chunks(1000), headers=JSON)
@@ -375,13 +364,13 @@ async def test_every_error_has_one_body(method, path, status):
 
 async def test_a_full_queue_is_429_with_a_time_to_come_back():
     ranker = Numbers()
-    backend = scheduler(ranker, tokens=30)
+    backend = scheduler(ranker, queue_tokens=30)
     async with client_of(backend) as http:
         ranker.may_go_on.clear()
         tasks = [asyncio.create_task(http.post("/v1/rerank", json=RERANK))]
         await until(lambda: ranker.batches)
         tasks.append(asyncio.create_task(http.post("/v1/rerank", json=RERANK)))
-        await until(lambda: backend.stats()["waiting"] == 6)
+        await until(lambda: backend.stats()["waiting_documents"] == 6)
         response = await http.post("/v1/rerank", json=RERANK)
         assert response.status_code == 429
         assert int(response.headers["retry-after"]) >= 1
@@ -396,7 +385,7 @@ async def test_a_deadline_is_504_and_the_work_is_cancelled():
         ranker.may_go_on.clear()
         responses = await asyncio.gather(*(http.post("/v1/rerank", json=RERANK) for _ in range(2)))
         assert [response.status_code for response in responses] == [504, 504]
-        assert backend.stats()["waiting"] == 0
+        assert backend.stats()["waiting_documents"] == 0
         ranker.may_go_on.set()
         found = [(await http.post("/v1/rerank", json=RERANK)).status_code for _ in range(5)]
         assert 200 in found  # on a loaded machine even a free model may be late
@@ -431,12 +420,11 @@ async def test_a_client_that_leaves_takes_its_work_with_it(caplog):
             "query_string": b"",
         }
         call = asyncio.create_task(http.app(scope, receive, send))
-        await until(lambda: backend.stats()["waiting"] == 6)
+        await until(lambda: backend.stats()["waiting_documents"] == 6)
         left.set()
         await call
-        assert backend.stats()["waiting"] == 3
-        assert backend.stats()["cancelled_documents"] == 3
-        assert [record.status for record in caplog.records if hasattr(record, "status")] == [499]
+        assert backend.stats()["waiting_documents"] == 3
+        assert [record.fields["status"] for record in requests_in(caplog)] == [499]
         gc.collect()
         assert not [
             record for record in caplog.records if record.name == "asyncio"
@@ -478,8 +466,8 @@ class Broken:
 
 async def test_an_error_that_nobody_thought_of_is_500_and_says_nothing_of_its_inside(caplog):
     async with client_of(Broken()) as http:
-        response = await http.post("/v1/rerank", json=RERANK, headers={"X-Request-ID": "mine"})
-    assert (response.status_code, response.headers["x-request-id"]) == (500, "mine")
+        response = await http.post("/v1/rerank", json=RERANK)
+    assert response.status_code == 500
     assert "passage" not in response.text
     assert "A request failed." in caplog.text
 
@@ -505,7 +493,7 @@ async def test_with_keys_only_they_open_the_service(header, status):
         headers = {} if header is None else {"Authorization": header}
         for path, body in REQUESTS:
             assert (await http.post(path, json=body, headers=headers)).status_code == status
-        for path in ("/v1/models", "/info", "/metrics", "/openapi.json"):
+        for path in ("/v1/models", "/info", "/metrics"):
             assert (await http.get(path, headers=headers)).status_code == status
         assert (await http.get("/nothing", headers=headers)).status_code == (
             404 if status == 200 else 401
@@ -541,7 +529,7 @@ async def test_clients_with_different_keys_share_the_model():
         tasks = [asyncio.create_task(ask("a", 900))]
         await until(lambda: ranker.batches)
         tasks.append(asyncio.create_task(ask("b", 5)))
-        await until(lambda: backend.stats()["waiting"] == 905)
+        await until(lambda: backend.stats()["waiting_documents"] == 905)
         ranker.may_go_on.set()
         await asyncio.gather(*tasks)
     assert done == ["b", "a"]
@@ -567,8 +555,7 @@ async def test_prometheus_reads_what_was_counted():
     found = metrics(response.text)
     assert response.headers["content-type"].startswith("text/plain")
     assert found["rsrank_documents_total",] == 5
-    assert found["rsrank_truncated_documents_total",] == 1
-    assert found["rsrank_failed_documents_total",] == 1
+    assert found["rsrank_tokens_total",] == 17
     assert found["rsrank_waiting_documents",] == 0
     assert found["rsrank_ready",] == 1
     assert found["rsrank_request_seconds_count", ("route", "/v1/rerank"), ("status", "200")] == 1
@@ -599,77 +586,45 @@ async def test_a_real_models_prefixes_are_counted(tiny_folder):
             )
         found = metrics((await http.get("/metrics")).text)
     assert found["rsrank_prefix_misses_total",] == 2
-    assert found["rsrank_prefix_hits_total", ("place", "device")] == 2
-    size = found["rsrank_prefix_bytes", ("place", "device")]
-    assert 0 < size < found["rsrank_prefix_limit_bytes", ("place", "device")]
+    assert found["rsrank_prefix_device_hits_total",] == 2
+    assert 0 < found["rsrank_prefix_device_bytes",] < found["rsrank_prefix_device_limit",]
 
 
-@contextmanager
-def logged():
-    """Lines that the package logs, as the service writes them."""
-    stream, logger = io.StringIO(), logging.getLogger("rsrank_rag")
-    handler = logging.StreamHandler(stream)
-    handler.setFormatter(TextlessFormatter())
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.DEBUG)
-    try:
-        yield lambda: [json.loads(line) for line in stream.getvalue().splitlines()]
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
+def lines_of(caplog):
+    """What the service writes to standard error for records."""
+    return [json.loads(line_of(record)) for record in caplog.records]
 
 
-async def test_a_request_is_one_line_with_what_it_cost_and_without_a_word_of_it():
-    with logged() as lines:
-        async with serving(api_keys=["secretkey"]) as http:
-            headers = {"X-Request-ID": "r-1", "Authorization": "Bearer secretkey"}
-            body = {"query": "secretquery", "documents": ["3 secretpassage", "1"], "threshold": 2}
-            response = await http.post("/v1/rerank", json=body, headers=headers)
-            assert response.headers["x-request-id"] == response.json()["id"] == "r-1"
-            for bad in (
-                {"query": "refused", "documents": ["secretpassage"]},
-                {"query": "secretquery", "documents": ["secretpassage"]},
-                {"secretfield": "secretpassage"},
-                {"query": "secretquery", "documents": [{"secretkey": "secretpassage"}]},
-            ):
-                await http.post("/v1/rerank", json=bad, headers=headers)
-            await http.post("/v1/rerank", content=b'{"secretpassage', headers={**JSON, **headers})
-            await http.get("/secretpassage?secretquery", headers=headers)
-    requests = [line for line in lines() if line["message"] == "request"]
+async def test_a_request_is_one_line_with_what_it_cost_and_without_a_word_of_it(caplog):
+    caplog.set_level(logging.DEBUG, "rsrank_rag")
+    async with serving(api_keys=["secretkey"]) as http:
+        headers = {"Authorization": "Bearer secretkey"}
+        body = {"query": "secretquery", "documents": ["3 secretpassage", "1"], "threshold": 2}
+        await http.post("/v1/rerank", json=body, headers=headers)
+        for bad in (
+            {"query": "refused", "documents": ["secretpassage"]},
+            {"query": "secretquery", "documents": ["secretpassage"]},
+            {"secretfield": "secretpassage"},
+            {"query": "secretquery", "documents": [{"secretkey": "secretpassage"}]},
+        ):
+            await http.post("/v1/rerank", json=bad, headers=headers)
+        await http.post("/v1/rerank", content=b'{"secretpassage', headers={**JSON, **headers})
+        await http.get("/secretpassage?secretquery", headers=headers)
+    requests = [line for line in lines_of(caplog) if line["message"] == "request"]
     first = requests[0]
-    assert {
-        name: first[name]
-        for name in ("id", "method", "route", "status", "documents", "tokens", "kept")
-    } == {
-        "id": "r-1",
-        "method": "POST",
-        "route": "/v1/rerank",
-        "status": 200,
-        "documents": 2,
-        "tokens": 5,
-        "kept": 1,
-    }
+    assert (first["route"], first["status"], first["documents"]) == ("/v1/rerank", 200, 2)
     assert first["milliseconds"] > 0
     assert [line["status"] for line in requests] == [200, 422, 500, 400, 400, 400, 404]
-    assert "secret" not in json.dumps(lines())
+    assert "secret" not in json.dumps(lines_of(caplog))
 
 
-async def test_an_odd_request_id_is_replaced():
-    async with serving() as http:
-        for given in ("", "a b", "x" * 200, 'a"\\n'):
-            response = await http.get("/health", headers={"X-Request-ID": given})
-            assert re.fullmatch("[0-9a-f]{32}", response.headers["x-request-id"])
-
-
-async def test_errors_are_logged_by_kind_and_place_without_their_message():
-    with logged() as lines:
-        async with client_of(Broken()) as http:
-            await http.post("/v1/rerank", json=RERANK)
-    line = next(line for line in lines() if line["level"] == "ERROR")
+async def test_errors_are_logged_by_kind_and_place_without_their_message(caplog):
+    async with client_of(Broken()) as http:
+        await http.post("/v1/rerank", json=RERANK)
+    line = next(line for line in lines_of(caplog) if line["level"] == "ERROR")
     assert "ZeroDivisionError" in line["exc_info"]
     assert "in score" in line["exc_info"]
-    assert "passage" not in json.dumps(lines()).replace(
+    assert "passage" not in json.dumps(line).replace(
         'raise ZeroDivisionError(\\"secret passage\\")', ""
     )
 
@@ -680,7 +635,7 @@ async def test_health_checks_are_logged_only_at_debug(caplog):
         for path in ("/health", "/ready", "/metrics"):
             await http.get(path)
         await http.get("/info")
-    assert [record.route for record in caplog.records if hasattr(record, "route")] == ["/info"]
+    assert [record.fields["route"] for record in requests_in(caplog)] == ["/info"]
 
 
 # The command
@@ -699,8 +654,8 @@ def test_systems_of_any_kind_are_loaded(ranker, tmp_path):
     ("arguments", "says"),
     [
         (["--model", "nothing"], "There is no system 'nothing'"),
-        (["--max-body", "much"], "is no size"),
-        (["--max-body", "0"], "max_body_bytes"),
+        (["--max-body", "much"], "max_body: could not parse"),
+        (["--max-body", "0"], "max_body"),
         (["--timeout", "inf"], "timeout"),
         (["--host", "203.0.113.1"], "Nobody can listen at 203.0.113.1"),
     ],
@@ -715,14 +670,15 @@ def test_what_cannot_be_served_is_said_in_one_line(arguments, says):
 def test_a_level_that_there_is_not_is_refused_with_those_that_there_are():
     done = CliRunner().invoke(app, ["serve", "--log-level", "loud"], env={"COLUMNS": "200"})
     assert done.exit_code == 2
-    assert "'loud' is not one of 'debug', 'info', 'warning', 'error', 'critical'" in done.stderr
+    assert "'loud' is not one of 'debug', 'info', 'warning', 'error'" in done.stderr
 
 
 @pytest.mark.slow
 def test_the_models_process_logs_as_the_service_does():
     code = (
-        "import logging, warnings\nfrom rsrank_rag.cli.service import prepare_logs\n"
-        "prepare_logs('INFO')\n"
+        "import logging, warnings\nfrom rsrank_rag.backends.options import ModelSource\n"
+        "from rsrank_rag.cli.service import load_in_process\n"
+        "load_in_process(ModelSource(name='bm25'), 'INFO')\n"
         "logging.getLogger('rsrank_rag.method.batches').info('one')\n"
         "logging.getLogger('transformers.models').warning('two')\n"
         "logging.getLogger('urllib3').info('too much'); warnings.warn('three')\n"
@@ -750,7 +706,7 @@ def test_what_the_loaded_model_cannot_do_is_said_in_one_line_too():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("package", ["fastapi", "uvicorn"])
+@pytest.mark.parametrize("package", ["starlette", "uvicorn"])
 def test_without_the_extra_the_command_to_install_it_is_named(tmp_path, package):
     (tmp_path / f"{package}.py").write_text(
         f"raise ModuleNotFoundError('gone', name='{package}')", encoding="utf-8"

@@ -1,21 +1,20 @@
 """What waits for the model: limits, turns, copies, sections; without a model and without time."""
 
-import asyncio
 from collections import Counter
 
 import pytest
 
 from rsrank_rag.reading.parts import Reading
 from rsrank_rag.reranker import Pair, Scored
-from rsrank_rag.service.messages import Outcome, Parts, ServiceError
-from rsrank_rag.service.work_queue import QueueLimits, WorkQueue
+from rsrank_rag.service.messages import Outcome, ServiceError
+from rsrank_rag.service.work_queue import WorkQueue
 
 WINDOWS = Reading(long_documents="windows")
 SENTENCES = Reading(extract="sentences")
 
 
 def queue(tokens=100_000, batch_tokens=100):
-    return WorkQueue(QueueLimits(tokens, batch_tokens))
+    return WorkQueue(tokens, batch_tokens)
 
 
 def pairs(*texts, query="q", **options):
@@ -24,17 +23,16 @@ def pairs(*texts, query="q", **options):
 
 def cut(waiting, cost=10, parts=1):
     """Cut all that waits; each section has parts of this cost."""
-    for items in waiting.items.values():
-        batch = [item for item in items if item.task.work == "cut"]
+    for request in waiting.requests:
+        batch = [item for item in request.items if item.task.work == "cut"]
         for item in batch:
-            items.remove(item)
+            request.items.remove(item)
         waiting.finish(batch, [parts_of(item, cost, parts) for item in batch])
 
 
 def parts_of(item, cost, count=1):
     start, _ = item.task.section
-    spans = [(start + number, start + number + 1) for number in range(count)]
-    return Parts(spans, [cost] * count, item.pair.query)
+    return [((start + number, start + number + 1), cost) for number in range(count)]
 
 
 def scored(waiting, batch, score=1.0):
@@ -48,18 +46,19 @@ def costs(batch):
     return total
 
 
-async def test_a_batch_has_equal_shares_of_all_clients_that_wait():
+async def test_clients_that_wait_get_equal_shares_of_a_batch():
     waiting = queue()
     for client, count in (("large", 900), ("small", 300), ("tiny", 1)):
         waiting.add(client, pairs(*map(str, range(count))), 512)
     cut(waiting)
-    assert waiting.next_batch()[-1].request.client != "tiny"
     shares = Counter()
     for _ in range(20):
         batch = waiting.next_batch()
         assert sum(item.cost for item in batch) == 100
+        assert "tiny" not in costs(batch) or not shares
         shares += costs(batch)
-    assert shares == {"large": 1000, "small": 1000}
+    assert shares["tiny"] == 10
+    assert abs(shares["large"] - shares["small"]) <= 10
 
 
 async def test_a_client_with_large_items_gets_no_more_than_one_with_small_items():
@@ -71,19 +70,29 @@ async def test_a_client_with_large_items_gets_no_more_than_one_with_small_items(
     shares = Counter()
     for _ in range(40):
         shares += costs(waiting.next_batch())
-    assert shares == {"large": 2000, "small": 2000}
+    assert abs(shares["large"] - shares["small"]) <= 100
+    assert shares.total() > 3500
 
 
 async def test_an_item_larger_than_a_batch_runs_alone_and_others_take_turns_with_it():
     waiting = queue()
     for client in ("large", "other"):
-        waiting.add(client, pairs("1", "2"), 512)
+        waiting.add(client, pairs(*map(str, range(60))), 512)
         cut(waiting, 500 if client == "large" else 10)
-    assert [costs(waiting.next_batch()) for _ in range(3)] == [
-        {"large": 500},
-        {"other": 20},
-        {"large": 500},
-    ]
+    batches = [costs(waiting.next_batch()) for _ in range(7)]
+    assert batches[0] == batches[6] == {"large": 500}
+    assert batches[1:6] == [{"other": 100}] * 5
+
+
+async def test_a_client_that_waited_before_gets_nothing_for_it():
+    waiting = queue()
+    waiting.add("first", pairs(*map(str, range(100))), 512)
+    cut(waiting)
+    for _ in range(5):
+        waiting.next_batch()
+    waiting.add("second", pairs(*map(str, range(100))), 512)
+    cut(waiting)
+    assert costs(waiting.next_batch()) == {"first": 50, "second": 50}
 
 
 async def test_copies_are_scored_once():
@@ -169,7 +178,7 @@ async def test_the_error_of_a_part_is_the_outcome_of_its_document():
     waiting = queue()
     request = waiting.add("client", pairs("a", "b", reading=SENTENCES), 512)
     cut(waiting, parts=3)
-    fine, bad = Outcome(Scored(1.0)), Outcome(None, fault="unscored", error="bad")
+    fine, bad = Outcome(Scored(1.0)), Outcome(error="bad")
     waiting.finish(waiting.next_batch(), [fine, bad, fine, fine, fine, fine])
     assert request.answer.done()
     assert [request.outcome(pair).error for pair in request.outcomes] == ["bad", ""]
@@ -196,16 +205,7 @@ async def test_a_request_that_is_removed_leaves_nothing_and_late_results_are_ign
     request = waiting.add("client", pairs("a", "b"), 512)
     batch = waiting.next_batch()
     waiting.remove(request)
-    assert (waiting.requests, waiting.items) == ([], {})
+    assert waiting.requests == []
     waiting.put_back(batch)
     scored(waiting, batch)
     assert waiting.next_batch() == []
-
-
-async def test_a_queue_that_gives_up_answers_all():
-    waiting = queue()
-    requests = [waiting.add(client, pairs("a"), 512) for client in "ab"]
-    waiting.give_up(ServiceError(503, "There is no model."))
-    for request in requests:
-        with pytest.raises(ServiceError, match="no model"):
-            await asyncio.wait_for(request.answer, 1)

@@ -8,12 +8,12 @@ from pydantic import (
     BeforeValidator,
     Field,
     FiniteFloat,
-    WithJsonSchema,
+    PositiveInt,
     model_validator,
 )
 from typing_extensions import Self
 
-from ...ranking.rule import Fallback, Limits, Native, Rule
+from ...ranking.rule import Native
 from ...reading.parts import MAX_CHARACTERS, LongDocuments, Reading
 from ...reranker import Pair
 from ..messages import Description
@@ -23,22 +23,17 @@ def _without_object(value: Any) -> Any:
     return value.get("text", value) if isinstance(value, dict) else value
 
 
-_OBJECT = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
-_AS_TEXT = WithJsonSchema({"anyOf": [{"type": "string"}, _OBJECT]})
-
-Text = Annotated[str, BeforeValidator(_without_object), _AS_TEXT]
+Text = Annotated[str, BeforeValidator(_without_object)]
 """A text, by itself or in an object with a "text"."""
 
-Query = Annotated[str, Field(max_length=10_000), BeforeValidator(_without_object), _AS_TEXT]
+Query = Annotated[str, Field(max_length=10_000), BeforeValidator(_without_object)]
 
 Texts = Annotated[list[Text], Field(fail_fast=True)]
 
-_AS_SENT = WithJsonSchema({"type": ["boolean", "number", "string"]})
-
-Flag = Annotated[bool, Field(strict=False), _AS_SENT]
+Flag = Annotated[bool, Field(strict=False)]
 """A boolean. Programs also send a boolean as text ("true") or as a number (1)."""
 
-Count = Annotated[int, Field(strict=False, ge=0), _AS_SENT]
+Count = Annotated[int, Field(strict=False, ge=0)]
 """A whole number of at least 0. Programs also send such a number as "1" or 1.0."""
 
 
@@ -70,33 +65,22 @@ class RankRequest(BaseModel, strict=True, use_attribute_docstrings=True):
     threshold: FiniteFloat | Native | None = None
     """Leave out documents that do not score above this, on the raw scale; native for the model's
     own; null for none. Without it the service's setting applies."""
-    max_gap: FiniteFloat | Native | None = "native"
-    """Leave out documents further below the best one; null for no gap."""
-    fallback: Annotated[
-        Fallback | Native | None, WithJsonSchema({"type": ["object", "string", "null"]})
-    ] = "native"
-    """What stays if no document scores above the threshold; null for nothing."""
     extract: Literal["sentences"] | None = None
     """sentences: keep, of each document, the sentences that score above the threshold (by default
     the model's own; null: all), with their offsets; documents without such a sentence are left
     out."""
-    context: Count = 0
-    """Keep so many sentences around each such sentence, too."""
     long_documents: LongDocuments | None = None
     """windows: read long documents in parts; the best part's score counts. cut: read the
     beginning. Without it, the model's default applies."""
-    max_characters: Count | None = MAX_CHARACTERS
+    max_characters: PositiveInt | None = MAX_CHARACTERS
     """Of a document in parts, read at most so many characters; null for all."""
     weaviates: Any = Field(default=None, validation_alias="property")
     """Weaviate sends it, and reads scores."""
 
     @model_validator(mode="after")
-    def _fields_make_sense(self) -> Self:
+    def _has_documents(self) -> Self:
         if [self.documents, self.texts, self.passages].count(None) != 2:
             raise ValueError("one of documents, texts and passages is required")
-        # Both raise for options that are out of range or without effect.
-        Rule(threshold=0.0).with_limits(self.limits("native"))
-        self.reading("cut")
         return self
 
     @property
@@ -109,16 +93,21 @@ class RankRequest(BaseModel, strict=True, use_attribute_docstrings=True):
         """The most documents in the answer; None for all."""
         return self.top_n or self.top_k or None
 
+    @property
+    def copies(self) -> int:
+        """How often the answer may hold each document's text."""
+        copies = self.return_documents + bool(self.extract)
+        # Voyage gets the results twice.
+        if self.top_k is not None:
+            copies *= 2
+        return copies + (self.weaviates is not None)
+
     def reading(self, default: LongDocuments) -> Reading:
         """How documents are read; ``default`` says how long ones are read by default."""
-        long_documents = self.long_documents or default
-        fields = (self.extract, self.context, long_documents, self.max_characters)
-        return Reading(*fields)
-
-    def limits(self, threshold: float | Native | None) -> Limits:
-        """The request's limits, with this threshold."""
-        return Limits(
-            threshold=threshold, max_gap=self.max_gap, fallback=self.fallback, top_n=self.most
+        return Reading(
+            extract=self.extract,
+            long_documents=self.long_documents or default,
+            max_characters=self.max_characters,
         )
 
     def pairs(self, model: Description) -> list[Pair]:
