@@ -82,6 +82,8 @@ class RSRankConfig(BaseModel, extra="forbid", frozen=True, ser_json_inf_nan="con
     """Of these, documents further below the best one are dropped; None for no gap."""
     fallback: Fallback | None = None
     """What is kept of a list in which no document scores above the threshold; None: nothing."""
+    graphs: dict[str, str] = Field(default_factory=dict)
+    """sha256 of each graph of an encoder for ONNX Runtime, by its file's name in ``graphs``."""
     int8: bool = False
     """Whether int8 is precise enough for this artifact's documents."""
     license: str | None = None

@@ -18,6 +18,7 @@ from ..method.formula import Weights
 from ..partial_files import replacing
 from .card import is_hub_id, model_card
 from .config import INSIDE, RSRankConfig, content_digest
+from .graphs import GRAPHS
 
 if TYPE_CHECKING:
     from ..backends.torch.projection import Projection
@@ -27,7 +28,7 @@ PROJECTION = "projection.safetensors"
 CARD = "README.md"
 LIMITS = "limits.txt"
 
-ARTIFACT_FILES = [CONFIG, PROJECTION, CARD, LIMITS, "backbone/*"]
+ARTIFACT_FILES = [CONFIG, PROJECTION, CARD, LIMITS, "backbone/*", f"{GRAPHS}/*"]
 
 BUILTIN = Path(__file__).parents[1] / "models"
 
@@ -233,12 +234,14 @@ def write_derived(
         config: The new config.
         projection: The weights.
         base: Folder of the base. Its language model is copied if ``config`` names a model inside
-            the artifact, and its limits are copied if it has a file of limits.
+            the artifact, and its graphs and limits are copied if it has any.
     """
     with replacing(folder) as new:
         write_artifact(new, config, projection, model_card(config))
         if config.backbone.name == INSIDE:
             shutil.copytree(base / INSIDE, new / INSIDE)
+        if config.graphs:
+            shutil.copytree(base / GRAPHS, new / GRAPHS)
         if (base / LIMITS).is_file():
             shutil.copy(base / LIMITS, new)
         else:

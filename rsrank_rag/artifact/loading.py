@@ -12,6 +12,7 @@ from ..errors import ArtifactError, BackboneError, RSRankError, needs_torch, pro
 from ..method.template import PromptTokenizer, Template
 from . import hub
 from .config import INSIDE, BackboneSpec, RSRankConfig
+from .graphs import encoder_graphs, read_graphs
 from .identity import check_files, check_model, describe, folder_of, hashes
 
 if TYPE_CHECKING:
@@ -121,7 +122,6 @@ def open_on_onnx(
     """As `open_on_torch`, on ONNX Runtime: the files must be those that the artifact records."""
     from tokenizers import Tokenizer
 
-    from ..backends.onnx.quantisation import calibration_ids
     from ..backends.onnx.session import OnnxBackbone, check_kind, read_encoder_config
 
     spec = config.backbone
@@ -143,11 +143,12 @@ def open_on_onnx(
     core = OnnxBackbone(
         place,
         encoder,
+        read_graphs(folder, config) or encoder_graphs(place, prompts, config),
         last_layer=config.layers[-1],
         fusion_layer=config.fusion_layer,
         similarity_window=config.similarity_window,
         attention_window=config.attention_window,
-        calibration=calibration_ids(prompts) if dtype == "int8" else (),
+        int8=dtype == "int8",
     )
     check_model(core.sample, tokenizer, spec, str(place))
     return core, prompts, hub.read_weights(folder, config)

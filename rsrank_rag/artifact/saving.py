@@ -1,15 +1,17 @@
 """Write an artifact into a folder, or publish it on the Hugging Face Hub."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypedDict
 
-from ..errors import ArtifactError
+from ..errors import ArtifactError, BackboneError
 from ..partial_files import replacing
 from . import hub
 from .card import UNNAMED, is_hub_id, model_card
-from .config import INSIDE
-from .identity import hashes
+from .config import INSIDE, RSRankConfig
+from .graphs import encoder_graphs, write_graphs
+from .identity import folder_of, hashes
 from .loading import Parts
 
 
@@ -27,6 +29,7 @@ def save_artifact(folder: Path, parts: Parts, include_backbone: bool) -> None:
             }
             backbone = config.backbone.model_copy(update=update)
             config = config.model_copy(update={"backbone": backbone})
+        config = write_graphs(new, _graphs(parts, config, new), config)
         hub.write_artifact(new, config, parts.projection, model_card(config))
 
 
@@ -42,6 +45,22 @@ def _save_backbone(parts: Parts, folder: Path) -> int:
 
     save_model(core.model, parts.prompts.tokenizer, folder)
     return int(core.loaded_layers)
+
+
+def _graphs(parts: Parts, config: RSRankConfig, folder: Path) -> Mapping[str, bytes]:
+    """The graphs of an encoder; empty if only torch can run the language model."""
+    from ..backends.onnx.session import OnnxBackbone
+
+    if isinstance(parts.backbone, OnnxBackbone):
+        return parts.backbone.graphs
+    spec = config.backbone
+    place = folder / INSIDE if spec.name == INSIDE else folder_of(spec.name, spec.revision)
+    if spec.model_type != "bert" or place is None:
+        return {}
+    try:
+        return encoder_graphs(place, parts.prompts, config)
+    except BackboneError:
+        return {}
 
 
 class PushOptions(TypedDict, total=False):

@@ -8,20 +8,22 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 import torch
 from conftest import DOCUMENTS, ENCODER, QUERIES, QUERY, random_projection
 from conftest import on_torch as load_on_torch
+from safetensors.numpy import save_file
 
 from rsrank_rag import RSRank
+from rsrank_rag.artifact import hub
+from rsrank_rag.backends.onnx import graph
 from rsrank_rag.backends.onnx import session as onnx_runtime
 from rsrank_rag.backends.onnx.cores import usable_cores
-from rsrank_rag.backends.onnx.graph import Graph
 from rsrank_rag.backends.onnx.quantisation import (
     calibration_ids,
     fixed_parameters,
     ranges,
-    rounded_weight,
 )
 from rsrank_rag.backends.options import LoadOptions
 from rsrank_rag.backends.torch.backbone import Backbone
@@ -165,6 +167,7 @@ def test_prefixes_on_disk_are_read_again_and_are_not_those_of_torch(tmp_path):
 FORKED = """
 import os
 from rsrank_rag import RSRank
+from rsrank_rag.artifact import hub
 ranker = RSRank.from_pretrained()
 before = ranker.score("a query", ["a document"])
 child = os.fork()
@@ -182,34 +185,73 @@ def test_a_forked_process_scores_with_sessions_of_its_own(threads):
 
 
 @pytest.mark.parametrize("largest", [127, 63])
-def test_an_int8_map_is_what_plain_arithmetic_makes_of_it(largest, monkeypatch):
+def test_an_int8_map_is_what_plain_arithmetic_makes_of_it(largest, tmp_path):
     rng = np.random.default_rng(0)
     numbers = rng.normal(size=(3, 5, 96)) * np.logspace(-1, 1, 96)
     numbers = numbers.astype(np.float32)
-    weights = {
-        "map.weight": rng.normal(size=(40, 96)).astype(np.float32),
-        "map.bias": rng.normal(size=40).astype(np.float32),
-    }
-    fixed = fixed_parameters(*ranges(numbers, after_gelu=False), [weights["map.weight"]])
+    weight = rng.normal(size=(40, 96)).astype(np.float32)
+    bias = rng.normal(size=40).astype(np.float16)
+    save_file({"map.weight": weight, "map.bias": bias}, tmp_path / "weights")
+    scale, zero = fixed_parameters(*ranges(numbers, after_gelu=False), [weight])
     config = {"layer_norm_eps": 1e-12, "num_attention_heads": 2, "hidden_size": 96}
-    encoder = onnx_runtime.Encoder(config, weights, {"map": fixed}, largest)
+    places = graph.places_in(tmp_path / "weights")
+    encoder = graph.Encoder(config, "weights", places, {"map": (scale, zero)}, largest)
     encoder.outputs = encoder.linear(encoder.input("x"), ["map"])
-    found = onnx_runtime.Session(encoder).run({"x": numbers})[0]
-    scale, zero = fixed
+    found = onnx_runtime.Session(encoder.content(), tmp_path).run({"x": numbers})[0]
     codes = np.clip(np.rint(numbers / scale) + zero, 0, 255) - zero
-    matrix, scales = rounded_weight(weights["map.weight"] * scale, largest)
+    scaled = weight * scale
+    steps = np.abs(scaled).max(1) / largest
+    matrix = np.rint(scaled / steps[:, None])
     assert np.abs(matrix).max() == largest
-    expected = codes @ (matrix * scales[:, None]).T.astype(np.float64) + weights["map.bias"]
+    expected = codes @ (matrix * steps[:, None]).T.astype(np.float64) + bias
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-3)
 
 
-def test_a_constant_is_handed_over_beside_the_graph_and_a_small_one_in_it():
-    graph = Graph()
-    graph.outputs = [graph.add("Add", graph.input("x"), graph.constant(np.ones(99)))]
-    assert list(graph.arrays) == ["c0"]
-    assert len(graph.content()) < 300
-    found = onnx_runtime.Session(graph).run({"x": np.ones((2, 99), np.float32)})[0]
-    assert (found == 2).all()
+def test_a_graph_names_the_places_of_its_weights_and_holds_none(tmp_path):
+    save_file({"a": np.ones(9, np.float32), "b": np.arange(999, dtype=np.float16)}, tmp_path / "w")
+    made = graph.Graph("w", graph.places_in(tmp_path / "w"))
+    made.outputs = [made.add("Add", made.input("x"), made.weight("b"))]
+    assert len(made.content()) < 300
+    found = onnx_runtime.Session(made.content(), tmp_path).run({"x": np.ones(999, np.float32)})[0]
+    assert (found == 1 + np.arange(999)).all()
+
+
+def test_the_graph_that_tells_processors_apart_is_what_the_function_makes():
+    file = Path(onnx_runtime.__file__).with_name("products.onnx")
+    assert onnx.load(file) == onnx.load_from_string(graph.products())
+    assert onnx_runtime.largest_weight() in onnx_runtime.LARGEST_WEIGHTS
+
+
+def without_graphs(folder):
+    """Make an artifact one of a release that had no graphs."""
+    config = hub.read_config(folder)
+    weights = hub.read_weights(folder, config)
+    hub.write_artifact(folder, config.model_copy(update={"graphs": {}}), weights, "")
+    shutil.rmtree(folder / "graphs")
+
+
+def test_an_artifact_without_graphs_needs_onnx_and_then_scores_as_with_them(
+    fused, tmp_path, monkeypatch
+):
+    folder = tmp_path / "artifact"
+    shutil.copytree(fused, folder)
+    expected = RSRank.from_pretrained(folder).score(QUERY, DOCUMENTS)
+    without_graphs(folder)
+    assert RSRank.from_pretrained(folder).score(QUERY, DOCUMENTS) == expected
+    for module in ("onnx", "rsrank_rag.backends.onnx.graph", "rsrank_rag.backends.onnx.making"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    monkeypatch.setitem(sys.modules, "onnx", None)
+    with pytest.raises(MissingDependencyError, match=re.escape(pip_install("lm"))):
+        RSRank.from_pretrained(folder)
+
+
+def test_a_changed_or_missing_graph_is_refused(fused, tmp_path):
+    folder = tmp_path / "artifact"
+    shutil.copytree(fused, folder)
+    file = folder / "graphs" / "queries.onnx"
+    file.write_bytes(file.read_bytes() + b"0")
+    with pytest.raises(ArtifactError, match=r"queries\.onnx is missing or changed"):
+        RSRank.from_pretrained(folder)
 
 
 @pytest.mark.parametrize(

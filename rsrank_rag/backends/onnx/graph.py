@@ -1,7 +1,8 @@
-"""Graphs of a BERT-like encoder for ONNX Runtime, made at load from its config and weights.
+"""Makes the graphs of a BERT-like encoder, which ONNX Runtime runs. Needs the ``onnx`` package.
 
-Weights are handed over beside the graph, so that a graph is a few kilobytes, and the artifact's
-safetensors are the one set of weights.
+A graph is a file of a few kilobytes. It names the encoder's weights by their places in
+``model.safetensors``, which stays the one set of weights. ONNX Runtime computes what depends on
+weights alone, such as their rounding to int8, once when a session opens.
 
 Axes: N rows, Q queries, S tokens of a text, T query tokens, H heads, D head dimension, C hidden
 size.
@@ -9,23 +10,22 @@ size.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 from typing_extensions import Self
 
+from ...errors import needs
 from ...method.arrays import Numbers
-from .quantisation import rounded_weight
 
-# Numbers of fields of ONNX's protocol buffers, and of its types: onnx/onnx.proto.
-TYPES = {"float32": 1, "uint8": 2, "int8": 3, "int32": 6, "int64": 7}
+with needs("Making the graphs of an encoder needs {}.", "lm", "onnx"):
+    from onnx import ModelProto, TensorProto, helper, numpy_helper
+
 IR_VERSION = 10
 OPSET = 20
-EXTERNAL = 1
-
-# Constants of so many bytes are written into the graph, where shapes are read from them.
-SMALL = 64
 
 # ONNX Runtime's own operators (docs/ContribOperators.md in its repository).
 CONTRIB = "com.microsoft"
@@ -34,104 +34,99 @@ OWN = ("MatMulIntegerToFloat", "MultiHeadAttention")
 # An end that is past that of any axis.
 END = 1 << 40
 
-# What is added to the attention of tokens that are seen, and of others.
-ZERO = np.float32(0)
-HIDDEN = np.float32(-1e9)
+# Types of safetensors.
+STORED = {"F32": TensorProto.FLOAT, "F16": TensorProto.FLOAT16}
+
+Parameters = Mapping[str, tuple[Numbers, int]]
+"""Scale and zero point of what enters a linear map, by the map's name."""
 
 
-def field_of(number: int, value: Any) -> bytes:
-    """One field of a protocol buffer: an int, a float, bytes, a text, or several of these."""
-    if isinstance(value, list):
-        return b"".join(field_of(number, entry) for entry in value)
-    if isinstance(value, int):
-        return _varint(number << 3) + _varint(value)
-    if isinstance(value, float):
-        return _varint(number << 3 | 5) + np.float32(value).tobytes()
-    content = value.encode() if isinstance(value, str) else value
-    return _varint(number << 3 | 2) + _varint(len(content)) + content
+class Place(NamedTuple):
+    """Where a weight lies in its file, in bytes."""
+
+    dtype: str
+    shape: Sequence[int]
+    start: int
+    length: int
 
 
-def _varint(value: int) -> bytes:
-    value %= 1 << 64
-    content = bytearray()
-    while value > 127:
-        content.append(value & 127 | 128)
-        value >>= 7
-    return bytes([*content, value])
-
-
-def _attribute(name: str, value: int | float | list[int]) -> bytes:
-    """An attribute of a node; its type is FLOAT (1), INT (2) or INTS (7)."""
-    place, kind = (2, 1) if isinstance(value, float) else (3, 2)
-    if isinstance(value, list):
-        place, kind = 8, 7
-    return field_of(1, name) + field_of(place, value) + field_of(20, kind)
-
-
-def _value(name: str, dtype: str = "float32") -> bytes:
-    """The name and type of an input or output, which may have any shape."""
-    return field_of(1, name) + field_of(2, field_of(1, field_of(1, TYPES[dtype])))
+def places_in(file: Path) -> dict[str, Place]:
+    """The place of each tensor of a safetensors file."""
+    with file.open("rb") as stream:
+        size = int.from_bytes(stream.read(8), "little")
+        header = json.loads(stream.read(size))
+    header.pop("__metadata__", None)
+    places = {}
+    for name, entry in header.items():
+        start, stop = entry["data_offsets"]
+        places[name] = Place(entry["dtype"], entry["shape"], 8 + size + start, stop - start)
+    return places
 
 
 class Graph:
     """A graph of operators.
 
-    Attributes:
-        arrays: The arrays that the graph needs beside it.
-        outputs: Names of the outputs of every run.
-        more: Names of outputs that a run gives only on request.
+    Args:
+        file: Name of the file of weights.
+        places: The places of its weights.
     """
 
-    def __init__(self) -> None:
-        self.arrays: dict[str, Numbers] = {}
+    def __init__(self, file: str = "", places: Mapping[str, Place] | None = None) -> None:
+        self.file = file
+        self.places = places or {}
         self.outputs: list[str] = []
-        self.more: list[str] = []
-        self._nodes: list[bytes] = []
-        self._inputs: list[bytes] = []
-        self._constants: list[bytes] = []
+        self._nodes: list[Any] = []
+        self._inputs: list[Any] = []
+        self._constants: list[Any] = []
 
     def add(self, kind: str, *inputs: str, **attributes: Any) -> str:
         """Add an operator with one output; the output's name. An empty input is left out."""
         name = f"t{len(self._nodes)}"
-        node = field_of(1, list(inputs)) + field_of(2, name) + field_of(4, kind)
-        node += field_of(5, [_attribute(*pair) for pair in attributes.items()])
-        self._nodes.append(node + field_of(7, CONTRIB if kind in OWN else ""))
+        domain = CONTRIB if kind in OWN else ""
+        self._nodes.append(helper.make_node(kind, inputs, [name], domain=domain, **attributes))
         return name
 
-    def input(self, name: str, dtype: str = "float32") -> str:
-        """Add an input; its name."""
-        self._inputs.append(_value(name, dtype))
+    def input(self, name: str, kind: int = TensorProto.FLOAT) -> str:
+        """Add an input of any shape; its name."""
+        self._inputs.append(helper.make_tensor_value_info(name, kind, None))
         return name
 
     def constant(self, value: Any) -> str:
         """Add an array, a number or whole numbers; its name. Floating point becomes float32."""
-        array = np.asarray(value, order="C")
+        array = np.asarray(value)
         if array.dtype == np.float64:
             array = array.astype(np.float32)
-        name = f"c{len(self._constants)}"
-        kind = TYPES[array.dtype.name]
-        content = field_of(1, list(array.shape)) + field_of(2, kind) + field_of(8, name)
-        if array.nbytes <= SMALL:
-            content += field_of(9, array.tobytes())
-        else:
-            self.arrays[name] = array
-            place = {"location": "weights", "offset": "0", "length": str(array.nbytes)}
-            pairs = [field_of(1, key) + field_of(2, text) for key, text in place.items()]
-            content += field_of(13, pairs) + field_of(14, EXTERNAL)
-        self._constants.append(content)
-        return name
+        return self._added(numpy_helper.from_array(array))
+
+    def _added(self, tensor: Any) -> str:
+        tensor.name = f"c{len(self._constants)}"
+        self._constants.append(tensor)
+        return str(tensor.name)
+
+    def weight(self, name: str) -> str:
+        """A weight of the file in float32; its name."""
+        place = self.places[name]
+        tensor = TensorProto(data_type=STORED[place.dtype], dims=place.shape)
+        tensor.data_location = TensorProto.EXTERNAL
+        for key, text in (
+            ("location", self.file),
+            ("offset", str(place.start)),
+            ("length", str(place.length)),
+        ):
+            tensor.external_data.add(key=key, value=text)
+        return self.add("Cast", self._added(tensor), to=TensorProto.FLOAT)
 
     def content(self) -> bytes:
-        """The model as ONNX writes it."""
-        graph = field_of(1, self._nodes) + field_of(2, "encoder") + field_of(5, self._constants)
-        outputs = list(map(_value, self.outputs + self.more))
-        graph += field_of(11, self._inputs) + field_of(12, outputs)
-        opsets = [field_of(1, "") + field_of(2, OPSET), field_of(1, CONTRIB) + field_of(2, 1)]
-        return field_of(1, IR_VERSION) + field_of(8, opsets) + field_of(7, graph)
-
-
-Parameters = dict[str, tuple[Numbers, int]]
-"""Scale and zero point of what enters a linear map, by the map's name."""
+        """The file of the graph."""
+        outputs = []
+        for name in self.outputs:
+            outputs.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, None))
+        graph = helper.make_graph(
+            self._nodes, "encoder", self._inputs, outputs, initializer=self._constants
+        )
+        opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(CONTRIB, 1)]
+        model: ModelProto = helper.make_model(graph, opset_imports=opsets, ir_version=IR_VERSION)
+        return bytes(model.SerializeToString(deterministic=True))
 
 
 class Encoder(Graph):
@@ -139,7 +134,8 @@ class Encoder(Graph):
 
     Args:
         config: The encoder's ``config.json``.
-        weights: Its weights, by name.
+        file: Name of the file of weights.
+        places: The places of its weights.
         parameters: Of linear maps in int8; None for float32.
         largest: The largest whole number of an int8 weight.
     """
@@ -147,12 +143,12 @@ class Encoder(Graph):
     def __init__(
         self,
         config: Mapping[str, Any],
-        weights: Mapping[str, Numbers],
+        file: str,
+        places: Mapping[str, Place],
         parameters: Parameters | None = None,
         largest: int = 127,
     ) -> None:
-        super().__init__()
-        self.weights = weights
+        super().__init__(file, places)
         self.parameters = parameters or {}
         self.largest = largest
         self.epsilon = float(config["layer_norm_eps"])
@@ -162,13 +158,9 @@ class Encoder(Graph):
         # What enters linear maps: the maps, and whether it is the output of GELU.
         self.entering: dict[str, tuple[Sequence[str], bool]] = {}
 
-    def array(self, name: str) -> Numbers:
-        """A weight in float32."""
-        return self.weights[name].astype(np.float32, copy=False)
-
     def norm(self, numbers: str, name: str) -> str:
         """Layer normalisation."""
-        parts = [self.constant(self.array(f"{name}.{part}")) for part in ("weight", "bias")]
+        parts = [self.weight(f"{name}.{part}") for part in ("weight", "bias")]
         return self.add("LayerNormalization", numbers, *parts, axis=-1, epsilon=self.epsilon)
 
     def linear(self, numbers: str, names: Sequence[str], *, after_gelu: bool = False) -> list[str]:
@@ -178,26 +170,41 @@ class Encoder(Graph):
             return self._linear_in_int8(numbers, names)
         outputs = []
         for name in names:
-            product = self.add("MatMul", numbers, self.constant(self.array(f"{name}.weight").T))
-            outputs.append(self.add("Add", product, self.constant(self.array(f"{name}.bias"))))
+            matrix = self.add("Transpose", self.weight(f"{name}.weight"), perm=[1, 0])
+            product = self.add("MatMul", numbers, matrix)
+            outputs.append(self.add("Add", product, self.weight(f"{name}.bias")))
         return outputs
 
     def _linear_in_int8(self, numbers: str, names: Sequence[str]) -> list[str]:
-        scale, zero = self.parameters[names[0]]
+        parameter, zero = self.parameters[names[0]]
         zero_point = self.constant(np.uint8(zero))
+        scale = self.constant(parameter)
+        one = self.constant(1.0)
         step = scale
-        if scale.ndim:
-            numbers = self.add("Mul", numbers, self.constant(1 / scale))
-            step = np.ones((), np.float32)
-        numbers = self.add("QuantizeLinear", numbers, self.constant(step), zero_point)
+        if parameter.ndim:
+            numbers = self.add("Mul", numbers, self.add("Div", one, scale))
+            step = one
+        numbers = self.add("QuantizeLinear", numbers, step, zero_point)
         outputs = []
         for name in names:
-            codes, scales = rounded_weight(self.array(f"{name}.weight") * scale, self.largest)
-            factors = (self.constant(1.0), self.constant(scales))
-            bias = self.constant(self.array(f"{name}.bias"))
-            inputs = (numbers, self.constant(codes.T), *factors, zero_point, "", bias)
+            codes, scales = self.rounded(f"{name}.weight", scale)
+            inputs = (numbers, codes, one, scales, zero_point, "", self.weight(f"{name}.bias"))
             outputs.append(self.add("MatMulIntegerToFloat", *inputs))
         return outputs
+
+    def rounded(self, name: str, scale: str) -> tuple[str, str]:
+        """A weight (out, in) times a scale, as whole numbers (in, out), and a scale for each row.
+
+        These numbers depend on weights alone.
+        """
+        add = self.add
+        weight = add("Mul", self.weight(name), scale)
+        largest = add("ReduceMax", add("Abs", weight), self.constant([1]), keepdims=1)
+        steps = add("Div", largest, self.constant(float(self.largest)))
+        steps = add("Max", steps, self.constant(1e-12))
+        codes = add("Cast", add("Round", add("Div", weight, steps)), to=TensorProto.INT8)
+        scales = add("Squeeze", steps, self.constant([1]))
+        return add("Transpose", codes, perm=[1, 0]), scales
 
     def split(self, numbers: str) -> str:
         """(N, S, C) to (N, H, S, D)."""
@@ -255,10 +262,9 @@ class Encoder(Graph):
 
         Inputs: ``embedded`` tokens (N, S, C), ``lengths`` (N,), and with ``biased`` the ``bias``
         that is added to attention (1, 1, S, S). Outputs: what enters the fusion layer (N, S, C);
-        then keys and values (N, H, S, D) of each layer from there to the one before ``last``. What
-        enters linear maps can be asked for by name, for the calibration run.
+        then keys and values (N, H, S, D) of each layer from there to the one before ``last``.
         """
-        self.input("lengths", "int32")
+        self.input("lengths", TensorProto.INT32)
         bias = self.input("bias") if biased else ""
         entering = numbers = self.norm(self.input("embedded"), "embeddings.LayerNorm")
         states: list[str] = []
@@ -273,7 +279,6 @@ class Encoder(Graph):
             entering = numbers
             states = self.attention_maps(entering, range(fusion, last), first=1)
         self.outputs = [entering, *map(self.split, states)]
-        self.more = [name for name in self.entering if name != entering]
         return self
 
     def fused(self, fusion: int, last: int) -> Self:
@@ -285,7 +290,7 @@ class Encoder(Graph):
         (N, H, T, D) of the layers from ``fusion`` to ``last``.
         """
         numbers = self.input("entering")
-        query = self.input("query", "int64")
+        query = self.input("query", TensorProto.INT64)
         self.input("mask")
         for layer in range(fusion, last):
             mapped = self.attention_maps(numbers, [layer])
@@ -297,3 +302,13 @@ class Encoder(Graph):
             numbers = self.finish(numbers, self.attend_prefix(prefix, *mapped), layer)
         self.outputs.append(self.split(self.attention_maps(numbers, [last], first=2)[0]))
         return self
+
+
+def products() -> bytes:
+    """A graph that multiplies uint8 numbers (N, 64) with an int8 weight of 127s; see `session`."""
+    graph = Graph()
+    codes = graph.input("codes", TensorProto.UINT8)
+    weight = graph.constant(np.full((64, 8), 127, np.int8))
+    one = graph.constant(1.0)
+    graph.outputs = [graph.add("MatMulIntegerToFloat", codes, weight, one, one)]
+    return graph.content()

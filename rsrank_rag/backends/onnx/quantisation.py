@@ -67,9 +67,3 @@ def fixed_parameters(
     high = max(float((highest / balance).max()), 1e-6)
     scale = np.asarray(balance * (high - low) / 255, np.float32)
     return scale, round(-low * 255 / (high - low))
-
-
-def rounded_weight(weight: Numbers, largest: int) -> tuple[Numbers, Numbers]:
-    """A weight (out, in) as whole numbers up to ``largest``, int8, and a scale for each row."""
-    scales = np.maximum(np.abs(weight).max(1) / largest, 1e-12)
-    return np.rint(weight / scales[:, None]).astype(np.int8), scales

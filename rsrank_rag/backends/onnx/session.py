@@ -6,6 +6,7 @@ C hidden size.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -17,36 +18,38 @@ from typing import Any, NamedTuple
 import numpy as np
 import onnxruntime
 from safetensors import safe_open
-from safetensors.numpy import load_file
 
 from ...errors import ArtifactError, BackboneError, MissingDependencyError, pip_install
 from ...method.arrays import Numbers
 from ...method.batches import Ids
-from ...method.prefix import Prefix, Prefixes, Show, attention_band, pooled
+from ...method.prefix import Prefix, Prefixes, Show, pooled
 from ..base import LanguageModel
 from ..options import ENCODER_FILES
 from ..sample import sample_of, trial_ids
 from ..tokenizer_file import largest_id
 from .cores import usable_cores
-from .graph import HIDDEN, ZERO, Encoder, Graph, Parameters
-from .quantisation import fixed_parameters, ranges
+from .embeddings import HIDDEN, PLACES, WORDS, ZERO, Embeddings
 
 # At most so many padded tokens of documents are in one run of the graph, unless a single document
 # has more. In larger runs, the numbers of a layer take so much memory that glibc takes it from the
 # system anew in each layer, which costs a quarter of the time.
 RUN_TOKENS = 512
 
-WORDS = "embeddings.word_embeddings.weight"
-PLACES = "embeddings.position_embeddings.weight"
+# The largest whole number that a weight in int8 is rounded to, with and without VNNI.
+LARGEST_WEIGHTS = (127, 63)
 
 ADVICE = f"Use torch for it: {pip_install('lm')}."
 
 
 class Session:
-    """A graph that ONNX Runtime runs."""
+    """A graph that ONNX Runtime runs.
 
-    def __init__(self, graph: Graph) -> None:
-        self.outputs = graph.outputs
+    Args:
+        graph: The file of the graph.
+        weights: The folder of the weights that it names.
+    """
+
+    def __init__(self, graph: bytes, weights: Path = Path()) -> None:
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = thread_count()
         options.inter_op_num_threads = 1
@@ -55,21 +58,18 @@ class Session:
         options.enable_mem_pattern = False
         # Threads that wait would take cores from the host.
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-        arrays = graph.arrays
-        values = [onnxruntime.OrtValue.ortvalue_from_numpy(array) for array in arrays.values()]
-        options.add_external_initializers(list(arrays), values)
+        place = "session.model_external_initializers_file_folder_path"
+        options.add_session_config_entry(place, str(weights))
         self._session = onnxruntime.InferenceSession(
-            graph.content(), options, providers=["CPUExecutionProvider"]
+            graph, options, providers=["CPUExecutionProvider"]
         )
-        # The session has copies in the order of its kernels.
-        arrays.clear()
 
     def run(self, feeds: Mapping[str, Numbers], outputs: Sequence[str] = ()) -> list[Numbers]:
         """Run the graph.
 
         Args:
             feeds: An array for each input, by name.
-            outputs: Names of outputs; without names, `Graph.outputs`.
+            outputs: Names of outputs; without names, all.
 
         Returns:
             An array for each of these outputs.
@@ -78,7 +78,7 @@ class Session:
             MemoryError: The run does not fit into memory.
         """
         try:
-            return list(self._session.run(outputs or self.outputs, feeds))
+            return list(self._session.run(outputs or None, feeds))
         except Exception as error:
             # The class of ONNX Runtime's error says less than its text.
             if "allocate memory" in str(error) or "bad_alloc" in str(error):
@@ -98,13 +98,10 @@ def largest_weight() -> int:
 
     Without VNNI, the processor adds two products of a weight and 255 in 16 bits.
     """
-    graph = Graph()
-    codes = graph.input("codes", "uint8")
-    weight = graph.constant(np.full((64, 8), 127, np.int8))
-    one = graph.constant(1.0)
-    graph.outputs = [graph.add("MatMulIntegerToFloat", codes, weight, one, one)]
-    sums = Session(graph).run({"codes": np.full((1, 64), 255, np.uint8)})[0]
-    return 127 if bool((sums == 64 * 255 * 127).all()) else 63
+    products = Session(Path(__file__).with_name("products.onnx").read_bytes())
+    sums = products.run({"codes": np.full((1, 64), 255, np.uint8)})[0]
+    exact = bool((sums == 64 * 255 * 127).all())
+    return LARGEST_WEIGHTS[0] if exact else LARGEST_WEIGHTS[1]
 
 
 class _Sessions(NamedTuple):
@@ -121,11 +118,12 @@ class OnnxBackbone(LanguageModel):
     Args:
         folder: Where its files are.
         config: Its config, from `read_encoder_config`.
+        graphs: The files of its graphs, from `make_graphs`.
         last_layer: The last layer whose value vectors are read.
         fusion_layer: The first layer in which queries see documents.
         similarity_window: As in `LanguageModel`.
         attention_window: As in `LanguageModel`.
-        calibration: Texts that fix the scales of documents in int8; none for float32.
+        int8: Whether documents run in int8.
 
     Attributes:
         sample: See `Backbone.sample`.
@@ -138,46 +136,41 @@ class OnnxBackbone(LanguageModel):
         self,
         folder: Path,
         config: dict[str, Any],
+        graphs: Mapping[str, bytes],
         *,
         last_layer: int,
         fusion_layer: int,
         similarity_window: int | None = None,
         attention_window: int | None = None,
-        calibration: Sequence[Ids] = (),
+        int8: bool = False,
     ) -> None:
         self.folder = folder
+        self.graphs = graphs
         self.last_layer = last_layer
         self.fusion_layer = fusion_layer
         self.similarity_window = similarity_window
         self.attention_window = attention_window
-        self.config = config
         self.name = f"{config['model_type']} ({folder})"
         self.num_heads = config["num_attention_heads"]
         self.hidden_size = config["hidden_size"]
         self.head_dim = self.hidden_size // self.num_heads
         self.max_length = config["max_position_embeddings"]
-        self.calibration = calibration
-        self.documents_in_int8 = bool(calibration)
-        self.identity = {"runtime": "onnx", "int8": largest_weight() if calibration else None}
+        self.documents_in_int8 = int8
+        self._documents = f"documents_{largest_weight()}.onnx" if int8 else "texts.onnx"
+        digest = hashlib.sha256(graphs[self._documents]).hexdigest()
+        self.identity = {"runtime": "onnx", "graph": digest}
+        self._embeddings = Embeddings(folder)
         # The batches of one call have the same query.
         self._entering = lru_cache(1)(self._entering_of)
         self._by_process = {os.getpid(): self._open()}
         self.sample = self._sample()
 
     def _open(self) -> _Sessions:
-        weights = load_file(self.folder / "model.safetensors")
-        encoder = Encoder(self.config, weights)
-        # The table stays in the dtype of its file: it is nearly half of the weights.
-        self._words = weights[WORDS]
-        first_type = encoder.array("embeddings.token_type_embeddings.weight")[0]
-        self._places = encoder.array(PLACES) + first_type
-        texts = self._alone(encoder)
+        texts = Session(self.graphs["texts.onnx"], self.folder)
         documents = texts
-        if self.calibration:
-            parameters = self._calibrated(texts, encoder)
-            documents = self._alone(Encoder(self.config, weights, parameters, largest_weight()))
-        queries = Encoder(self.config, weights).fused(self.fusion_layer, self.last_layer)
-        return _Sessions(texts, documents, Session(queries))
+        if self.documents_in_int8:
+            documents = Session(self.graphs[self._documents], self.folder)
+        return _Sessions(texts, documents, Session(self.graphs["queries.onnx"], self.folder))
 
     def _sample(self) -> tuple[float, ...]:
         """As `Backbone.sample`: the fixed tokens run as a query after a masked document."""
@@ -185,41 +178,9 @@ class OnnxBackbone(LanguageModel):
         states = (masked,) * (self.last_layer - self.fusion_layer)
         nothing = Prefixes(states, states, (0,), 0, ())
         read: dict[int, Numbers] = {}
-        self.query_values([trial_ids(len(self._words))], nothing, read.__setitem__)
+        ids = trial_ids(len(self._embeddings.words))
+        self.query_values([ids], nothing, read.__setitem__)
         return sample_of(read[self.last_layer][0])
-
-    def _feeds(self, texts: Sequence[Ids], window: int | None = None) -> dict[str, Numbers]:
-        """What `Encoder.alone` reads: embedded tokens with padding, lengths, and the bias.
-
-        Tokens attend to a window of positions (`attention_band`), or to all of their text.
-        """
-        lengths = np.array(list(map(len, texts)), np.int32)
-        ids = np.zeros((len(texts), int(lengths.max())), np.int64)
-        for row, text in zip(ids, texts, strict=True):
-            row[: len(text)] = text
-        embedded = self._words[ids].astype(np.float32) + self._places[: ids.shape[1]]
-        feeds = {"embedded": embedded, "lengths": lengths}
-        if self.attention_window is not None:
-            longest = ids.shape[1]
-            seen = np.ones((longest, longest), bool)
-            if window is not None:
-                seen = attention_band(longest, longest, window)
-            feeds["bias"] = np.where(seen, ZERO, HIDDEN)[None, None]
-        return feeds
-
-    def _alone(self, encoder: Encoder) -> Session:
-        biased = self.attention_window is not None
-        return Session(encoder.alone(self.fusion_layer, self.last_layer, biased=biased))
-
-    def _calibrated(self, texts: Session, encoder: Encoder) -> Parameters:
-        """Parameters of all linear maps, from a run of the calibration texts in float32."""
-        parameters: Parameters = {}
-        numbers = texts.run(self._feeds(self.calibration), list(encoder.entering))
-        for entered, (maps, after_gelu) in zip(numbers, encoder.entering.values(), strict=True):
-            weights = [encoder.array(f"{name}.weight") for name in maps]
-            fixed = fixed_parameters(*ranges(entered, after_gelu=after_gelu), weights)
-            parameters |= dict.fromkeys(maps, fixed)
-        return parameters
 
     @property
     def _sessions(self) -> _Sessions:
@@ -252,7 +213,7 @@ class OnnxBackbone(LanguageModel):
         return Prefixes.join([*prefixes, *extra_rows], 0)
 
     def _run_alone(self, session: Session, texts: Sequence[Ids]) -> Prefixes:
-        feeds = self._feeds(texts, self.attention_window)
+        feeds = self._embeddings.feeds(texts, self.attention_window)
         entering, *states = session.run(feeds)
         lengths = feeds["lengths"].tolist()
         vectors = list(np.empty((len(texts), 0), np.float32))
@@ -290,8 +251,8 @@ class OnnxBackbone(LanguageModel):
 
     def _entering_of(self, queries: tuple[Ids, ...]) -> Numbers:
         """What enters the fusion layer of each query alone, (Q, T, C)."""
-        texts = self._sessions.texts
-        return texts.run(self._feeds(queries), texts.outputs[:1])[0]
+        feeds = self._embeddings.feeds(queries, self.attention_window, banded=False)
+        return self._sessions.texts.run(feeds)[0]
 
 
 def read_encoder_config(folder: Path) -> dict[str, Any]:
@@ -311,6 +272,9 @@ def read_encoder_config(folder: Path) -> dict[str, Any]:
         if not {WORDS, PLACES}.issubset(file.keys()):
             raise BackboneError(f"The weights in {folder} have other names than here. {ADVICE}")
         words, places = (file.get_slice(name).get_shape() for name in (WORDS, PLACES))
+        dtype = file.get_slice(WORDS).get_dtype()
+    if dtype not in ("F32", "F16"):
+        raise BackboneError(f"The weights in {folder} are stored as {dtype}. {ADVICE}")
     if words[1] != width or places != [config["max_position_embeddings"], width]:
         raise ArtifactError(f"{folder}: the weights do not have the sizes that config.json names.")
     if largest_id(folder / "tokenizer.json") >= words[0]:
