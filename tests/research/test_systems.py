@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from click.testing import CliRunner
-from conftest import CHAT, DOCUMENTS, LAYERS, QUERY, byte_level_tokenizer, load_ranker, tiny_config
+from conftest import CHAT, DOCUMENTS, LAYERS, QUERY, byte_level_tokenizer, tiny_config
 from hub_server import HubServer, connected, files_of
 from reference import reference_values
 from test_generative import save_qwen, save_t5
@@ -75,11 +75,6 @@ def test_rerankers_without_one_have_zero_and_a_cosine_or_bm25_has_none():
     assert Constant().threshold == 0.0
     assert (BM25.threshold, BiEncoder.threshold) == (None, None)
     assert len(BM25().rank("bridge", ["a bridge", "frost"]).kept) == 2
-
-
-def test_an_unknown_word_is_no_threshold():
-    with pytest.raises(InputError, match=r"threshold must be a number, .* got 'high'"):
-        Constant().rank("q", ["a"], threshold="high")
 
 
 # Encoders
@@ -398,13 +393,6 @@ def data(tmp_path):
     return path
 
 
-@pytest.fixture(scope="module")
-def artifact(ranker, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("artifact")
-    ranker.save_pretrained(folder)
-    return folder
-
-
 def test_evaluate_measures_at_the_native_threshold(tmp_path, data):
     folder = save_qwen(tmp_path / "qwen")
     arguments = (
@@ -421,20 +409,6 @@ def test_evaluate_measures_at_the_native_threshold(tmp_path, data):
     assert other["rule"]["threshold"] == 0.1
 
 
-def test_rsrank_is_measured_by_its_own_rule_and_bm25_by_the_best_one(artifact, data):
-    output = evaluate("--data", data, "-m", artifact, "--dtype", "float32", "--json")
-    assert json.loads(output)[0]["rule"]["threshold"] == 0
-    result = runner.invoke(app, ["evaluate", "--data", str(data), "-m", "bm25"])
-    message = " ".join(result.stderr.split())
-    assert "the best over all files, counted alike; this system has no native threshold" in message
-
-
-def test_an_unknown_system_is_refused_before_anything_is_read(tmp_path):
-    said = evaluate("--data", tmp_path / "nothing.jsonl", "-m", "monot6:base", code=2)
-    assert "There is no system 'monot6:base'" in said
-    assert "bi-encoder:NAME" in said
-
-
 def test_the_help_lists_every_system():
     # In a process of its own: the help is written when the command is imported.
     output = subprocess.run(
@@ -449,15 +423,6 @@ def test_the_help_lists_every_system():
     # Lines may end after a hyphen.
     said = "".join(output.split())
     assert [name for name in KINDS if name not in said] == []
-
-
-def test_raw_representations_are_a_system_like_any_other(tiny_folder, data, tmp_path):
-    """Nothing but an artifact with ``null_prefix`` "none": what is read is not a difference."""
-    raw = load_ranker(tiny_folder("qwen3"), "qwen3")
-    raw.config = raw.config.model_copy(update={"null_prefix": "none"})
-    raw.save_pretrained(tmp_path / "raw")
-    arguments = ("--data", data, "-m", tmp_path / "raw", "--dtype", "float32")
-    assert json.loads(evaluate(*arguments, "--json"))[0]["rule"]["threshold"] == 0
 
 
 def test_without_sentence_transformers_the_error_says_what_to_install(monkeypatch):
