@@ -1,6 +1,5 @@
 """The ``rsrank`` command, with a module for each group of commands. Only this folder prints."""
 
-import os
 import sys
 from io import TextIOWrapper
 
@@ -14,11 +13,8 @@ from . import evaluation, ranking, service, training
     epilog="Try: rsrank rank -q 'How do bees find flowers?' -d examples/passages.txt",
 )
 @click.version_option(__version__, message="%(version)s", help="Print the version.")
-@click.pass_context
-def app(context: click.Context) -> None:
+def app() -> None:
     """Rerank documents for a query and drop the irrelevant ones at zero."""
-    if os.environ.get("NO_COLOR"):
-        context.color = False
     # Documents and JSON have characters that a terminal may lack.
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import click
 from click import echo, option
-from pydantic import AfterValidator, BaseModel, PositiveInt, ValidationError
+from pydantic import AfterValidator, BaseModel, ValidationError
 from safetensors import SafetensorError
 from tqdm import tqdm
 
@@ -73,13 +73,6 @@ class RuleOptions(BaseModel, use_attribute_docstrings=True):
         return Limits(threshold=self.threshold, max_gap=self.max_gap, fallback=self.fallback)
 
 
-class LoadingOptions(LoadSettings, use_attribute_docstrings=True):
-    """Options of every command that loads a model."""
-
-    threads: PositiveInt | None = None
-    """Threads on a CPU. Default: OMP_NUM_THREADS, or the cores that this process may use."""
-
-
 def _options_of(model: type[BaseModel]) -> Iterator[click.Option]:
     """An option for each field of a model. The model checks what click does not."""
     for name, field in model.model_fields.items():
@@ -90,7 +83,6 @@ def _options_of(model: type[BaseModel]) -> Iterator[click.Option]:
             type=click.Choice(choices[0]) if choices else None,
             default=field.default,
             is_flag=bool in kinds,
-            multiple=list[str] in kinds,
             help=field.description,
         )
 
@@ -176,14 +168,14 @@ def command(*, resumes: bool = False) -> Callable[[Callable[..., None]], click.C
     """Make a function a command. Errors are printed in one line.
 
     A parameter whose type is a pydantic model becomes an option for each field. A parameter of the
-    type `LoadOptions` becomes those of `LoadingOptions`.
+    type `LoadOptions` becomes those of `LoadSettings`.
     """
 
     def decorate(function: Callable[..., None]) -> click.Command:
         models: dict[str, type[BaseModel]] = {}
         for name, kind in get_type_hints(function).items():
             if isclass(kind) and issubclass(kind, BaseModel):
-                models[name] = LoadingOptions if kind is LoadOptions else kind
+                models[name] = LoadSettings if kind is LoadOptions else kind
 
         # The options that stand as decorators below this one are attributes of the function, and
         # `wraps` copies them.
@@ -193,8 +185,8 @@ def command(*, resumes: bool = False) -> Callable[[Callable[..., None]], click.C
                 hide_library_progress()
                 for name, model in models.items():
                     values: Any = model(**{key: arguments.pop(key) for key in model.model_fields})
-                    if model is LoadingOptions:
-                        prepare(values.threads)
+                    if model is LoadSettings:
+                        prepare()
                         values = values.load_options()
                     arguments[name] = values
                 function(**arguments)

@@ -1,14 +1,11 @@
 """Settings of a process that belongs to a command, never to a host application."""
 
-import logging
 import os
 import sys
 
 from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
 
 from ..backends.onnx.cores import usable_cores
-
-logger = logging.getLogger(__name__)
 
 # Environment variables that a command sets unless its user did. Processes that it starts inherit
 # them.
@@ -36,26 +33,19 @@ def hide_library_progress() -> None:
         transformers_logging.disable_progress_bar()
 
 
-def prepare(threads: int | None = None) -> None:
+def prepare() -> None:
     """Set `DEFAULTS` and the number of torch's threads.
 
-    Call this before torch is imported. Afterwards it can only lower the number of threads.
-
-    Args:
-        threads: None for ``OMP_NUM_THREADS``, else torch's own number, but at most `usable_cores`.
+    The number is ``OMP_NUM_THREADS``, else torch's own, but at most `usable_cores`. Once torch is
+    imported, the number can only be lowered.
     """
     torch = sys.modules.get("torch")
     cores = usable_cores()
-    available = (os.cpu_count() or 1) if torch is None else torch.get_num_threads()
-    if "OMP_NUM_THREADS" not in os.environ and cores < available:
-        threads = threads or cores
     if torch is None:
-        for name, value in DEFAULTS.items():
+        defaults = dict(DEFAULTS)
+        if cores < (os.cpu_count() or 1):
+            defaults["OMP_NUM_THREADS"] = str(cores)
+        for name, value in defaults.items():
             os.environ.setdefault(name, value)
-    if threads is None:
-        return
-    if torch is None:
-        os.environ["OMP_NUM_THREADS"] = str(threads)
-    else:
-        torch.set_num_threads(threads)
-    logger.info("torch computes with %d threads on %d usable cores.", threads, cores)
+    elif "OMP_NUM_THREADS" not in os.environ and cores < torch.get_num_threads():
+        torch.set_num_threads(cores)

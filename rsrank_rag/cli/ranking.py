@@ -19,7 +19,6 @@ from ..errors import InputError
 from ..prefixes.settings import CacheSettings
 from ..ranking.explanation import Explanation
 from ..ranking.rule import passes
-from ..reranker import RankResult
 from ..texts import encodable
 from .options import (
     PATH,
@@ -40,10 +39,6 @@ from .options import (
 
 if TYPE_CHECKING:
     from ..rsrank import RSRank
-
-# Colours of a printed result: documents that are kept begin with +, those that the fallback kept
-# with ~, and dropped ones with -.
-COLORS = {"+": "green", "~": "yellow", "-": "bright_black"}
 
 
 def _load(source: ModelSource) -> RSRank:
@@ -89,12 +84,6 @@ def read_documents(source: str) -> list[Any]:
     return documents
 
 
-def result_text(result: RankResult) -> str:
-    """A result with kept documents in green and dropped ones in grey."""
-    lines = printable(str(result)).split("\n")
-    return "\n".join(click.style(line, COLORS.get(line[:1])) for line in lines)
-
-
 @command()
 @query_option
 @documents_option
@@ -138,7 +127,7 @@ def rank(
     if as_json:
         print_json(result.to_dict())
     else:
-        echo(result_text(result))
+        echo(printable(str(result)))
 
 
 @command(resumes=True)

@@ -15,12 +15,12 @@ import pytest
 from click.testing import CliRunner
 from conftest import DOCUMENTS, QUERY
 
-from rsrank_rag import Reranker, __version__
+from rsrank_rag import __version__
 from rsrank_rag.artifact import hub
 from rsrank_rag.cli import app
 from rsrank_rag.cli.evaluation import ROWS, print_file
 from rsrank_rag.cli.options import catch_errors
-from rsrank_rag.cli.ranking import explanation_text, read_documents, result_text
+from rsrank_rag.cli.ranking import explanation_text, read_documents
 from rsrank_rag.errors import InputError
 from rsrank_rag.evaluation.best_rule import Goal
 from rsrank_rag.evaluation.datasets import LabelledDocument
@@ -475,25 +475,6 @@ def test_a_closed_standard_error_does_not_stop_a_command(artifact, passages):
     words = ["rank", "-q", QUERY, "-d", passages, "-m", artifact, "--json"]
     done = subprocess.run([sys.executable, "-c", code, *words], stdout=subprocess.PIPE, check=True)
     assert json.loads(done.stdout)["query"] == QUERY
-
-
-@pytest.mark.parametrize(("value", "coloured"), [("1", False), ("", True)])
-def test_no_color_in_the_environment_switches_colours_off(artifact, passages, value, coloured):
-    words = ["rank", "-q", QUERY, "-d", passages, "-m", artifact]
-    said = CliRunner().invoke(app, words, env={"NO_COLOR": value}, color=True).stdout
-    assert ("\x1b" in said) is coloured
-
-
-def test_lines_of_kept_and_dropped_documents_have_colours():
-    class Lengths(Reranker):
-        def score(self, query, documents):
-            return [len(document) - 3.0 for document in documents]
-
-    result = Lengths().rank("q", ["- text", "+"], threshold=0.0)
-    heading, kept, dropped = result_text(result).splitlines()
-    assert "\x1b[3" not in heading
-    assert kept.startswith("\x1b[32m+")
-    assert dropped.startswith("\x1b[90m-")
 
 
 def test_a_terminal_shows_what_takes_a_while_and_a_pipe_only_the_result(labelled):

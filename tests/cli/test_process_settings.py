@@ -43,11 +43,6 @@ def test_a_quota_below_the_machine_decides_before_torch_is_imported_and_idle_thr
     assert output_of(code, **variables) == "3 ACTIVE 7"
 
 
-def test_a_number_of_threads_wins_over_the_environment() -> None:
-    code = f"{ONE_CORE}process.prepare(2)\n{SHOW}"
-    assert output_of(code, OMP_NUM_THREADS="3") == "2 PASSIVE 64"
-
-
 @pytest.mark.slow
 def test_torch_that_is_imported_already_gets_fewer_threads_but_never_more() -> None:
     start = f"import torch; torch.set_num_threads(4)\n{ONE_CORE}"
