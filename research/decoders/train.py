@@ -119,7 +119,7 @@ def half(projection: Projection) -> Projection:
 
 
 def rule_for(sets: Mapping[str, Sequence[ScoredQuery]]) -> Rule:
-    """The best rule with the paper's threshold, zero; each set of scored queries counts the same."""
+    """The best rule with the paper's threshold, zero. Each set of queries counts the same."""
     queries: list[ScoredQuery] = []
     weights: list[float] = []
     for rows in sets.values():

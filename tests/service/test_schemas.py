@@ -120,6 +120,8 @@ def test_unknown_fields_and_any_model_are_accepted():
         {"threshold": math.nan},
         {"threshold": math.inf},
         {"threshold": "mine"},
+        {"max_gap": -1},
+        {"fallback": 3},
         {"normalize": "perhaps"},
         {"max_characters": 0},
     ],

@@ -155,6 +155,8 @@ async def test_irrelevant_documents_are_dropped_only_where_somebody_asked_for_it
         assert await rows() == 3
         assert await rows(threshold="native") == 2
         assert await rows(threshold=2) == 1
+        assert await rows(threshold=2, max_gap=None) == 1
+        assert await rows(threshold=4, fallback={"max_gap": 9, "max_depth": 3}) == 2
         assert await rows(threshold=1.5, top_n=1) == 1
         assert await rows(threshold=9) == 0
         assert await rows(top_n=0) == 3

@@ -36,7 +36,7 @@ def rule_of(request: RankRequest, model: Description, settings: Settings) -> Rul
     if threshold == "native" and model.rule.threshold is None:
         text = "The model has no native threshold. Give a number, or null for none."
         raise ServiceError(422, text)
-    return model.rule.with_limits({"threshold": threshold, "top_n": request.most})
+    return model.rule.with_limits(request.limits(threshold))
 
 
 def answer_to(
@@ -114,6 +114,7 @@ def _row(request: RankRequest, document: RankedDocument) -> dict[str, Any]:
         index=document.index,
         relevance_score=document.score,
         truncated=document.truncated,
+        weak=document.weak or None,
         document={"text": document.extract} if request.return_documents else None,
         excerpts=document.excerpts if request.extract else None,
         # Some programs refuse a row with a field that they do not know.

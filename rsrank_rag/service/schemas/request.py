@@ -13,7 +13,7 @@ from pydantic import (
 )
 from typing_extensions import Self
 
-from ...ranking.rule import Native
+from ...ranking.rule import Fallback, Limits, Native, Rule
 from ...reading.parts import MAX_CHARACTERS, LongDocuments, Reading
 from ...reranker import Pair
 from ..messages import Description
@@ -65,6 +65,10 @@ class RankRequest(BaseModel, strict=True, use_attribute_docstrings=True):
     threshold: FiniteFloat | Native | None = None
     """Leave out documents that do not score above this, on the raw scale; native for the model's
     own; null for none. Without it the service's setting applies."""
+    max_gap: FiniteFloat | Native | None = "native"
+    """Leave out documents further below the best one; null for no gap."""
+    fallback: Fallback | Native | None = "native"
+    """What stays if no document scores above the threshold; null for nothing."""
     extract: Literal["sentences"] | None = None
     """sentences: keep, of each document, the sentences that score above the threshold (by default
     the model's own; null: all), with their offsets; documents without such a sentence are left
@@ -81,6 +85,8 @@ class RankRequest(BaseModel, strict=True, use_attribute_docstrings=True):
     def _has_documents(self) -> Self:
         if [self.documents, self.texts, self.passages].count(None) != 2:
             raise ValueError("one of documents, texts and passages is required")
+        # Raises for limits that contradict each other.
+        Rule(threshold=0.0).with_limits(self.limits("native"))
         return self
 
     @property
@@ -108,6 +114,12 @@ class RankRequest(BaseModel, strict=True, use_attribute_docstrings=True):
             extract=self.extract,
             long_documents=self.long_documents or default,
             max_characters=self.max_characters,
+        )
+
+    def limits(self, threshold: float | Native | None) -> Limits:
+        """The request's limits, with this threshold."""
+        return Limits(
+            threshold=threshold, max_gap=self.max_gap, fallback=self.fallback, top_n=self.most
         )
 
     def pairs(self, model: Description) -> list[Pair]:
