@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from typing_extensions import Self, Unpack
@@ -13,7 +13,7 @@ from .ranking.pairs import Pair, parts_of, score_in_parts, spans_of
 from .ranking.results import RankedDocument, RankResult, Scored, blanks_last, choose
 from .ranking.rule import BLANK_SCORE, Fallback, Limits, Native, Rule
 from .reading.documents import DocumentLike, InputDocument, as_documents
-from .reading.parts import WHOLE, LongDocuments, Reading, ReadingOptions
+from .reading.parts import LongDocuments, Reading, ReadingOptions
 from .texts import CHARACTERS_PER_TOKEN
 
 # Users import the types of results from here.
@@ -34,6 +34,9 @@ __all__ = [
 
 # For rerankers that do not count tokens: cross-encoders read 512 tokens of a document.
 MOST_TOKENS = 512
+
+# Metadata fields that are read by default.
+TITLE = ("title",)
 
 PairLike = Pair | tuple[str, ...]
 """A pair, or ``(query, document)``."""
@@ -56,15 +59,13 @@ class RankCall:
 
     Attributes:
         query: The query.
-        documents: The documents as the caller passed them.
-        texts: What is read of each: the text, after the title and other metadata.
-        reading: How the texts are read.
+        documents: The documents, with what is read before their texts.
+        reading: How they are read.
         options: The arguments that the caller has set.
     """
 
     query: str
     documents: Sequence[InputDocument]
-    texts: Sequence[str]
     reading: Reading
     options: RankOptions
 
@@ -85,60 +86,44 @@ class RankCall:
         check_names("rank", options, RankOptions.__annotations__)
         check_text("A query", query)
         check_choice("scores", options.get("scores", "raw"), "raw", "normalised")
-        if isinstance(options.get("metadata_fields"), str):
+        fields = options.get("metadata_fields", TITLE)
+        if isinstance(fields, str):
             raise InputError("metadata_fields must be a list of names, such as ['title'].")
         # A limit that is out of range is an error before anything is scored.
         Rule(threshold=0.0).with_limits(options)
         reading = Reading.of(options, long_documents)
-        read = as_documents(documents)
-        return cls(query, read, texts_of(read, reading, options), reading, options)
+        read = as_documents(documents, () if reading.extract else fields)
+        return cls(query, read, reading, options)
+
+    @property
+    def texts(self) -> list[str]:
+        """What is read of each document. With ``extract``, each sentence is read by itself."""
+        return [document.read for document in self.documents]
 
     def result(
         self, scored: Sequence[Scored], native: Rule, *, query_truncated: bool
     ) -> RankResult:
-        """The documents of the caller with their scores, kept or dropped by the rule.
+        """The documents with their scores, kept or dropped by the rule.
 
         Args:
-            scored: One for each text.
+            scored: One for each document.
             native: The reranker's own rule.
             query_truncated: See `RankResult`.
 
         Raises:
             ScoringError: A document has no finite score; its position is given.
         """
-        rule = native.with_limits(self.options)
         result = choose(
             self.query,
-            self.texts,
+            self.documents,
             scored,
-            rule,
+            native.with_limits(self.options),
             reading=self.reading,
             query_truncated=query_truncated,
         )
-        kept = tuple(self._own(document) for document in result.kept)
-        dropped = tuple(self._own(document) for document in result.dropped)
-        result = replace(result, kept=kept, dropped=dropped)
         if self.options.get("scores") == "normalised":
-            result = result.normalised(native.threshold)
+            return result.normalised(native.threshold)
         return result
-
-    def _own(self, document: RankedDocument) -> RankedDocument:
-        """A document with the text of the caller, which metadata may have preceded."""
-        own = self.documents[document.index]
-        window = document.window
-        if window is not None:
-            before = len(document.text) - len(own.text)
-            start, end = max(window.start - before, 0), max(window.end - before, 0)
-            window = replace(window, start=start, end=end)
-        return replace(document, text=own.text, window=window, id=own.id, metadata=own.metadata)
-
-
-def texts_of(
-    documents: Iterable[InputDocument], reading: Reading, options: RankOptions
-) -> list[str]:
-    """What is read of each document. With ``extract``, each sentence is read by itself."""
-    fields = () if reading.extract else options.get("metadata_fields", ("title",))
-    return [document.read(fields) for document in documents]
 
 
 class Reranker(ABC):
@@ -300,7 +285,7 @@ class Reranker(ABC):
         check_names("parts", options, ReadingOptions.__annotations__)
         reading = Reading.of(options, self.long_documents)
         parts = dict[str, None]()
-        texts = texts_of(as_documents(documents), reading, {})
+        texts = [one.read for one in as_documents(documents, () if reading.extract else TITLE)]
         for pair in self._pairs("", texts, reading):
             for part in parts_of(pair, spans_of(pair, self.token_ends)):
                 if part.document.strip():
@@ -367,7 +352,7 @@ def as_list(documents: Iterable[DocumentLike]) -> list[str]:
     Raises:
         InputError: As `as_documents`.
     """
-    return texts_of(as_documents(documents), WHOLE, {})
+    return [document.read for document in as_documents(documents, TITLE)]
 
 
 def as_pairs(pairs: Iterable[PairLike]) -> list[Pair]:

@@ -12,7 +12,7 @@ import numpy as np
 from pydantic import ValidationError
 from typing_extensions import Self, Unpack
 
-from .artifact.config import RSRankConfig, TrainingRecord
+from .artifact.config import RSRankConfig
 from .artifact.identity import prefix_identity
 from .artifact.loading import Parts, new_artifact, open_artifact
 from .artifact.saving import PushOptions, push_artifact, save_artifact
@@ -34,7 +34,7 @@ from .method.batches import (
 )
 from .method.formula import similarity_windows
 from .method.scoring import Row, RowTerms, ShiftReader, row_terms, score_in_batches
-from .method.template import PromptTokenizer, Template, TokenisedDocument, TokenisedQuery
+from .method.template import PromptTokenizer, TokenisedDocument, TokenisedQuery
 from .prefixes.cache import CachedPrefixes, PrefixTiers
 from .prefixes.settings import CacheSettings
 from .ranking.explanation import Explanation
@@ -159,49 +159,25 @@ class RSRank(Reranker):
         name: str | Path,
         projection: "Projection",
         *,
-        template: Template | None = None,
-        fusion_layer: int = 0,
-        similarity_window: int | None = None,
-        attention_window: int | None = None,
         revision: str | None = None,
         options: LoadOptions | None = None,
-        training: TrainingRecord | None = None,
-        license: str | None = None,
+        **fields: Any,
     ) -> Self:
         """Join a language model and a B into a new artifact.
 
         Args:
             name: Local folder or Hub id of the language model.
             projection: B and its optional weights.
-            template: Text around document and query.
-            fusion_layer: The first layer in which queries see documents. B reads layers above it.
-                Below it, a query's tokens see only ``query_start + query + suffix``. Documents run
-                up to this layer only: this layer and all above it see the states that enter it.
-            similarity_window: Positions of a similarity window; None for the whole document only.
-            attention_window: Below the fusion layer, a document's token attends to the first token
-                and to tokens at most half of so many positions away; None for all. Encoders only.
             revision: The language model's revision on the Hub, recorded in the artifact.
             options: How to load the language model.
-            training: The data and settings B was trained with, recorded in the artifact.
-            license: SPDX-like identifier for the model card, such as ``"apache-2.0"``.
+            **fields: Fields of `RSRankConfig`: ``template``, ``fusion_layer``,
+                ``similarity_window``, ``attention_window``, ``training``, ``license``, ...
 
         Raises:
             BackboneError: The language model cannot be loaded or read.
-            ArtifactError: B's shape does not fit it.
+            ArtifactError: B's shape does not fit it, or there is no such field.
         """
-        parts = new_artifact(
-            str(name),
-            projection,
-            revision=revision,
-            options=options,
-            template=template,
-            fusion_layer=fusion_layer,
-            similarity_window=similarity_window,
-            attention_window=attention_window,
-            training=training or TrainingRecord(),
-            license=license,
-        )
-        return cls(*parts)
+        return cls(*new_artifact(str(name), projection, revision, options, fields))
 
     def save_pretrained(self, folder: str | Path, *, include_backbone: bool = False) -> None:
         """Write the artifact completely or not at all: config, B and a model card.

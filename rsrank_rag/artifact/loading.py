@@ -199,26 +199,22 @@ def open_model(
 def new_artifact(
     name: str,
     projection: "Projection",
-    *,
-    revision: str | None = None,
-    options: LoadOptions | None = None,
-    template: Template | None = None,
-    fusion_layer: int = 0,
-    similarity_window: int | None = None,
-    attention_window: int | None = None,
-    **fields: Any,
+    revision: str | None,
+    options: LoadOptions | None,
+    fields: dict[str, Any],
 ) -> Parts:
     """Join a language model and a B; see `RSRank.from_backbone`."""
     options = options or LoadOptions()
+    template = fields.pop("template", None) or Template()
     core, prompts = open_model(
         name,
         revision,
         options,
         last_layer=projection.layers[-1],
-        template=template or Template(),
-        fusion_layer=fusion_layer,
-        similarity_window=similarity_window,
-        attention_window=attention_window,
+        template=template,
+        fusion_layer=fields.get("fusion_layer", 0),
+        similarity_window=fields.get("similarity_window"),
+        attention_window=fields.get("attention_window"),
     )
     files = hashes(folder_of(name, revision, options.cache_dir))
     try:
@@ -226,10 +222,7 @@ def new_artifact(
             backbone=describe(core, prompts, name, revision, files),
             layers=projection.layers,
             projection_dim=projection.weight.shape[2],
-            fusion_layer=fusion_layer,
-            similarity_window=similarity_window,
-            attention_window=attention_window,
-            template=prompts.template,
+            template=template,
             **fields,
         )
     except ValidationError as error:

@@ -2,7 +2,7 @@
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from operator import attrgetter
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 from typing_extensions import Self
 
 from ..errors import InputError, finite
+from ..reading.documents import DocumentLike, as_documents
 from ..reading.parts import WHOLE, Excerpt, Reading, Window, joined
 from .notebook import result_html
 from .rule import BLANK_SCORE, Bar, Rule, best_first, passes
@@ -211,7 +212,7 @@ def _normalised(document: RankedDocument, native: float | None) -> RankedDocumen
 
 def choose(
     query: str,
-    documents: Sequence[str],
+    documents: Iterable[DocumentLike],
     scored: Sequence[Scored],
     rule: Rule,
     *,
@@ -224,18 +225,29 @@ def choose(
         InputError: There are more or fewer scores than documents.
         ScoringError: A document has no finite score; its position is given.
     """
-    scored = blanks_last(documents, scored)
+    documents = as_documents(documents)
+    scored = blanks_last([document.read for document in documents], scored)
     scores = [finite(float(one.score), index) for index, one in enumerate(scored)]
     bar = rule.bar(scores)
     count = len(rule.select(scores))
     ranked = []
     for place, index in enumerate(best_first(scores)):
+        own = documents[index]
         one = scored[index]
-        document = RankedDocument(index, documents[index], scores[index], one.truncated, one.window)
-        if place < count:
-            document = replace(document, weak=bar.weak)
-            if reading.extract:
-                document = _with_excerpts(document, one.sentences, bar, reading)
+        excerpts: tuple[Excerpt, ...] = ()
+        if place < count and reading.extract:
+            excerpts = _kept_sentences(one, bar, reading.context)
+        document = RankedDocument(
+            index,
+            own.text,
+            scores[index],
+            one.truncated,
+            one.window and one.window.without(len(own.before)),
+            excerpts,
+            weak=place < count and bar.weak,
+            id=own.id,
+            metadata=own.metadata,
+        )
         ranked.append(document)
     return RankResult(
         query,
@@ -246,21 +258,18 @@ def choose(
     )
 
 
-def _with_excerpts(
-    document: RankedDocument, sentences: Sequence[Excerpt], bar: Bar, reading: Reading
-) -> RankedDocument:
-    """A kept document with those of its sentences that reach the list's bar, or its best one."""
+def _kept_sentences(scored: Scored, bar: Bar, context: int) -> tuple[Excerpt, ...]:
+    """The sentences of a kept document near those that reach the list's bar, or its best one."""
     hits: list[float] = []
-    for place, sentence in enumerate(sentences):
-        if bar.passes(sentence.score) or sentence.score == document.score:
+    for place, sentence in enumerate(scored.sentences):
+        if bar.passes(sentence.score) or sentence.score == scored.score:
             hits.append(place)
     hits.append(math.inf)
     kept = []
-    for place, sentence in enumerate(sentences):
-        nearest_hit = hits[bisect_left(hits, place - reading.context)]
-        if nearest_hit <= place + reading.context:
+    for place, sentence in enumerate(scored.sentences):
+        if hits[bisect_left(hits, place - context)] <= place + context:
             kept.append(sentence)
-    return replace(document, excerpts=tuple(kept))
+    return tuple(kept)
 
 
 def blanks_last(documents: Sequence[str], scored: Sequence[Scored]) -> list[Scored]:

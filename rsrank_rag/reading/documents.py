@@ -1,7 +1,7 @@
 """Documents as callers pass them: strings, dictionaries, or objects with a text."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 from ..errors import InputError, check_text
@@ -40,16 +40,19 @@ class InputDocument:
     Attributes:
         text: The text.
         id: The document's id, if there is one.
-        metadata: Whatever else belongs to it. The title is read before the text.
+        metadata: Whatever else belongs to it.
+        before: Lines that are read before the text, such as the title.
     """
 
     text: str
     id: Any = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    before: str = ""
 
-    def read(self, fields: Sequence[str]) -> str:
-        """What a reranker reads: the text after the values of these metadata fields."""
-        return lines_before(self.text, self.metadata, fields) + self.text
+    @property
+    def read(self) -> str:
+        """What a reranker reads."""
+        return self.before + self.text
 
 
 DocumentLike = str | Mapping[str, Any] | HasText | HasPageContent
@@ -57,8 +60,10 @@ DocumentLike = str | Mapping[str, Any] | HasText | HasPageContent
 metadata, too; or an object with such attributes."""
 
 
-def as_documents(documents: Iterable[DocumentLike]) -> list[InputDocument]:
-    """The documents of any iterable.
+def as_documents(
+    documents: Iterable[DocumentLike], fields: Sequence[str] = ()
+) -> list[InputDocument]:
+    """The documents of any iterable, with the values of metadata fields before their texts.
 
     Raises:
         InputError: It is one string, a table or mapping, or no iterable, or an entry has no text.
@@ -69,7 +74,12 @@ def as_documents(documents: Iterable[DocumentLike]) -> list[InputDocument]:
             f"documents must be a list of strings, got one {type(documents).__name__}. "
             "Put the texts in a list."
         )
-    return [_as_document(place, entry) for place, entry in enumerate(documents)]
+    read = []
+    for place, entry in enumerate(documents):
+        document = _as_document(place, entry)
+        before = lines_before(document.text, document.metadata, fields)
+        read.append(replace(document, before=before) if before else document)
+    return read
 
 
 def _as_document(place: int, entry: Any) -> InputDocument:

@@ -3,7 +3,7 @@
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypedDict
 
 from typing_extensions import Self
@@ -128,6 +128,10 @@ class Window:
     start: int
     end: int
     count: int
+
+    def without(self, before: int) -> Self:
+        """The window in the text that follows so many characters."""
+        return replace(self, start=max(self.start - before, 0), end=max(self.end - before, 0))
 
 
 def sentences(text: str) -> list[Span]:
