@@ -1,6 +1,5 @@
 """RSRank: backbone, template and B joined into a reranker."""
 
-import logging
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,44 +16,20 @@ from .artifact.identity import prefix_identity
 from .artifact.loading import Parts, new_artifact, open_artifact
 from .artifact.saving import PushOptions, push_artifact, save_artifact
 from .backends.options import LoadArguments, LoadOptions, ModelSource
-from .errors import (
-    InputError,
-    check_count,
-    check_names,
-    check_text,
-    finite,
-    problems_of,
-    too_large,
-)
-from .method.batches import (
-    DoesNotFitError,
-    Ids,
-    is_out_of_memory,
-    token_budget_for,
-)
+from .errors import InputError, check_count, check_names, check_text, finite, problems_of, too_large
+from .method.batches import DoesNotFitError, Ids, token_budget_for
 from .method.formula import similarity_windows
 from .method.scoring import Row, RowTerms, ShiftReader, row_terms, score_in_batches
 from .method.template import PromptTokenizer, TokenisedDocument, TokenisedQuery
 from .prefixes.cache import CachedPrefixes, PrefixTiers
 from .prefixes.settings import CacheSettings
 from .ranking.explanation import Explanation
-from .reranker import (
-    BLANK_SCORE,
-    Pair,
-    PairLike,
-    Reranker,
-    Scored,
-    as_list,
-    as_pairs,
-    by_query,
-)
+from .reranker import BLANK_SCORE, Pair, PairLike, Reranker, Scored, as_list, as_pairs, by_query
 
 if TYPE_CHECKING:
     from .backends.base import LanguageModel
     from .backends.torch.projection import Projection
     from .method.formula import Weights
-
-logger = logging.getLogger(__name__)
 
 # A token of a query attends to so many tokens in the time in which the model runs one token.
 # Measured with `mini` on a CPU, with queries of 10 to 500 tokens: 150 to 300.
@@ -200,10 +175,8 @@ class RSRank(Reranker):
     ) -> str:
         """Publish the artifact on the Hugging Face Hub; gives the commit's address.
 
-        Args:
-            repo_id: ``owner/name``. The repository is made if it does not exist.
-            include_backbone: As in `save_pretrained`.
-            **options: See `PushOptions`.
+        ``repo_id`` is ``owner/name``; the repository is made if it does not exist. For the other
+        arguments see `save_pretrained` and `PushOptions`.
 
         Raises:
             ArtifactError: The Hub refused, or the language model is a local folder.
@@ -217,13 +190,11 @@ class RSRank(Reranker):
         Raises:
             InputError: A config cannot hold the rule.
         """
-        rule = {
-            "threshold": self.threshold,
-            "max_gap": self.max_gap,
-            "fallback": self.fallback,
-        }
+        fields = self.config.model_dump()
+        for name in ("threshold", "max_gap", "fallback"):
+            fields[name] = getattr(self, name)
         try:
-            config = RSRankConfig.model_validate({**self.config.model_dump(), **rule})
+            config = RSRankConfig.model_validate(fields)
         except ValidationError as error:
             raise InputError(f"{problems_of(error)}.") from None
         return Parts(self.backbone, self.prompts, self.projection, config)
@@ -355,9 +326,7 @@ class RSRank(Reranker):
         if not prompt.empty:
             try:
                 terms = row_terms(self.reader, self.projection, Row(prompt.ids, tokens))
-            except (MemoryError, RuntimeError) as error:
-                if not is_out_of_memory(error):
-                    raise
+            except DoesNotFitError:
                 raise too_large(len(prompt.ids), 0) from None
             if terms.window:
                 length = len(prompt.ids)

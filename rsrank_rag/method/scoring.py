@@ -271,9 +271,15 @@ class RowTerms(NamedTuple):
 
 
 def row_terms(reader: ShiftReader, projection: Projection | Weights, row: Row) -> RowTerms:
-    """Score one row, and take its score apart."""
-    with reader.backbone.inference():
-        scores, terms, similarity = score_rows(reader, projection, [row])
+    """Score one row, and take its score apart.
+
+    Raises:
+        DoesNotFitError: The row does not fit into memory.
+    """
+    batches = Batches([row], 1)
+    for batch in batches:
+        with reader.backbone.inference(), batches.attempt():
+            scores, terms, similarity = score_rows(reader, projection, batch)
     windows = to_numpy(similarity[0])
     best = int(windows.sum(-1).argmax())
     shift = to_numpy(terms[0]).transpose(2, 0, 1)
