@@ -16,13 +16,12 @@ from .artifact.identity import prefix_identity
 from .artifact.loading import Parts, new_artifact, open_artifact
 from .artifact.saving import PushOptions, push_artifact, save_artifact
 from .backends.options import LoadArguments, LoadOptions, ModelSource
-from .errors import InputError, check_count, check_names, check_text, finite, problems_of, too_large
+from .errors import InputError, check_names, check_text, finite, problems_of, too_large
 from .method.batches import DoesNotFitError, Ids, token_budget_for
 from .method.formula import similarity_windows
 from .method.scoring import Row, RowTerms, ShiftReader, row_terms, score_in_batches
 from .method.template import PromptTokenizer, TokenisedDocument, TokenisedQuery
 from .prefixes.cache import CachedPrefixes, PrefixTiers
-from .prefixes.settings import CacheSettings
 from .ranking.explanation import Explanation
 from .reranker import BLANK_SCORE, Pair, PairLike, Reranker, Scored, as_list, as_pairs, by_query
 
@@ -70,8 +69,12 @@ class RSRank(Reranker):
         cache_folder: str | Path | None = None,
         deterministic: bool = False,
     ) -> None:
-        if token_budget is not None:
-            check_count("token_budget", token_budget, 1)
+        arguments: dict[str, Any] = {
+            "token_budget": token_budget,
+            "cache_size": cache_size,
+            "cache_folder": cache_folder,
+        }
+        settings = ModelSource(**arguments)
         self.backbone = backbone
         self.prompts = prompts
         self.projection = backbone.frozen(projection)
@@ -81,9 +84,6 @@ class RSRank(Reranker):
         self.max_gap = config.max_gap
         self.fallback = config.fallback
         self.labelled_data = config.training.data
-        settings = CacheSettings.model_validate(
-            {"cache_size": cache_size, "cache_folder": cache_folder}
-        )
         tiers = PrefixTiers.of(settings, device=backbone.device, dtype=backbone.dtype)
         # Only a folder can hold prefixes of other models. Without one, the weights are not hashed.
         identity = prefix_identity(backbone, config) if tiers.disk is not None else {}

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
-from ..errors import InputError, check_text
+from ..errors import InputError
 from .titles import lines_before
 
 
@@ -74,12 +74,11 @@ def as_documents(
             f"documents must be a list of strings, got one {type(documents).__name__}. "
             "Put the texts in a list."
         )
-    read = []
-    for place, entry in enumerate(documents):
-        document = _as_document(place, entry)
-        before = lines_before(document.text, document.metadata, fields)
-        read.append(replace(document, before=before) if before else document)
-    return read
+    read = [_as_document(place, entry) for place, entry in enumerate(documents)]
+    if not fields:
+        return read
+    before = [lines_before(one.text, one.metadata, fields) for one in read]
+    return [replace(one, before=lines) for one, lines in zip(read, before, strict=True)]
 
 
 def _as_document(place: int, entry: Any) -> InputDocument:
@@ -94,5 +93,6 @@ def _as_document(place: int, entry: Any) -> InputDocument:
         text = entry.text if isinstance(entry, HasText) else entry.page_content
         id_, metadata = getattr(entry, "id", None), getattr(entry, "metadata", None) or {}
     name = f"Document {place}" if text is entry else f"The text of document {place}"
-    check_text(name, text)
+    if not isinstance(text, str):
+        raise InputError(f"{name} must be a string, got {type(text).__name__}.")
     return InputDocument(text, id_, metadata)
