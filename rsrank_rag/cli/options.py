@@ -83,7 +83,7 @@ def _options_of(model: type[BaseModel]) -> Iterator[click.Option]:
             type=click.Choice(choices[0]) if choices else None,
             default=field.default,
             is_flag=bool in kinds,
-            help=field.description,
+            help=str(field.description).replace("`", ""),
         )
 
 
