@@ -83,21 +83,17 @@ def batches(
             yield batch
 
 
-def batch_scores(
-    weights: NamedWeights, batch: Batch, precision: torch.dtype = torch.float32
-) -> tuple[Tensor, Tensor]:
-    """Scores of a batch, and the mean terms of its oracle shifts.
+def batch_scores(weights: NamedWeights, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Scores of a batch in float32, and the mean terms of its oracle shifts.
 
     Args:
         weights: Of an artifact.
         batch: Q queries.
-        precision: Of the matrix product. Cosines and sums are float32.
 
     Returns:
         Scores (Q, N), and the mean shift term of each oracle shift, over layers, heads and tokens.
     """
-    weight = weights["weight"].to(precision)
-    terms = shift_terms(batch.shifts.to(precision), weight, weights.get("head_weight"))
+    terms = shift_terms(batch.shifts.float(), weights["weight"], weights.get("head_weight"))
     layers, heads, _ = terms.shape
     lengths = [query.shifts.shape[2] for query in batch.queries]
     scores = []
@@ -118,7 +114,6 @@ def scored(
     weights: NamedWeights,
     *,
     device: torch.device | str = "cpu",
-    precision: torch.dtype = torch.float32,
 ) -> list[ScoredQuery]:
     """Scores of stored features, without the language model.
 
@@ -126,7 +121,6 @@ def scored(
         features: Of Q queries.
         weights: As in `batch_scores`.
         device: Where to compute.
-        precision: Of the matrix product.
 
     Returns:
         For each query, its documents' scores and labels.
@@ -134,7 +128,7 @@ def scored(
     moved = {name: weight.to(device) for name, weight in weights.items()}
     queries = []
     for batch in batches(features, BATCH_QUERIES, device):
-        scores, _ = batch_scores(moved, batch, precision)
+        scores, _ = batch_scores(moved, batch)
         for query, row in zip(batch.queries, scores.tolist(), strict=True):
             queries.append(ScoredQuery(row[: len(query.relevant)], query.relevant))
     return queries

@@ -15,7 +15,6 @@ from pydantic import BaseModel, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from ..backends.options import has_fast_bfloat16
 from ..backends.torch.projection import Projection
 from ..errors import TrainingError
 from ..evaluation.metrics import apply_rule
@@ -68,12 +67,7 @@ class Epoch:
     epoch: int
     validation_f1: float
     loss: float
-    # In the order of `TERMS`.
-    calibration: float
-    margin: float
-    orthogonality: float
-    alignment: float
-    frobenius: float
+    terms: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -119,28 +113,27 @@ def fit(
     )
     steps = options.epochs * math.ceil(len(train) / options.batch_queries)
     schedule = CosineAnnealingLR(optimizer, steps, options.final_learning_rate)
-    # Of the projection's product.
-    precision = torch.bfloat16 if has_fast_bfloat16(weight.device) else torch.float32
     history: list[Epoch] = []
     for number in watch(range(1, options.epochs + 1)):
         order = list(train)
         random.Random(f"{options.seed}-{number}").shuffle(order)
         losses = []
         for batch in batches(order, options.batch_queries, device):
-            loss, terms = objective(weight, batch, options, precision)
+            total, parts = objective(weight, batch, options)
             optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
+            total.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             schedule.step()
-            losses.append(torch.cat([loss[None], terms]).detach())
+            losses.append(torch.cat([total[None], parts]).detach())
         means = torch.stack(losses).mean(0)
         if not means.isfinite().all():
             raise TrainingError(
                 f"The loss is not finite in epoch {number}. Set a smaller fit.learning_rate."
             )
-        rows = scored(validation, {"weight": weight.detach()}, device=device, precision=precision)
+        rows = scored(validation, {"weight": weight.detach()}, device=device)
         f1 = apply_rule(rows, Rule(0.0)).f1
-        epoch = Epoch(number, f1, *means.tolist())
+        loss, *terms = means.tolist()
+        epoch = Epoch(number, f1, loss, dict(zip(TERMS, terms, strict=True)))
         history.append(epoch)
         if output is not None:
             log = [json.dumps(asdict(epoch)) + "\n" for epoch in history]
@@ -153,11 +146,9 @@ def fit(
     return Fitted(Projection(best_weight, layers), best, tuple(history))
 
 
-def objective(
-    weight: Tensor, batch: Batch, options: FitOptions, precision: torch.dtype = torch.float32
-) -> tuple[Tensor, Tensor]:
+def objective(weight: Tensor, batch: Batch, options: FitOptions) -> tuple[Tensor, Tensor]:
     """The paper's objective (Section 4.3.2) of B, (L, H, P, D), and its five terms, (5,)."""
-    scores, oracles = batch_scores({"weight": weight}, batch, precision)
+    scores, oracles = batch_scores({"weight": weight}, batch)
     alignment = scores.new_zeros(())
     if len(oracles):
         alignment = alignment_loss(oracles)
