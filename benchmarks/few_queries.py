@@ -60,17 +60,17 @@ def measure(
     rule: Rule,
     numbers: tuple[list[int], list[int]],
 ) -> dict[str, Any]:
-    """What fine-tuning does to the other queries, and what it said before."""
+    """What fine-tuning does to the other queries, and what cross-validation said before."""
     own = [features[number] for number in numbers[0]]
     others = [features[number] for number in numbers[1]]
     trained = fine_tune(own, base, FineTuningOptions(), threshold=rule.threshold or 0.0)
     at_zero = replace(rule, threshold=0.0)
-    said = judge(trained.before, trained.after, at_zero)
+    left_out = judge(trained.before, trained.after, at_zero)
     before = [query.shifted(rule.threshold or 0.0) for query in scored(others, weights_of(base))]
     after = scored(others, weights_of(trained.projection))
-    verdicts = {"trained": judge(before, after, at_zero), "said": said}
-    found = {name: verdict.model_dump(mode="json") for name, verdict in verdicts.items()}
-    return found
+    verdicts = {"trained": judge(before, after, at_zero), "said": left_out}
+    records = {name: verdict.model_dump(mode="json") for name, verdict in verdicts.items()}
+    return records
 
 
 def weights_of(projection: Projection) -> dict[str, torch.Tensor]:
@@ -141,16 +141,16 @@ def _count(rows: Sequence[dict[str, Any]], name: str, outcome: str) -> int:
     return sum(Verdict.model_validate(row[name]).outcome == outcome for row in rows)
 
 
-def overview(found: dict[str, Any]) -> str:
+def overview(figures: dict[str, Any]) -> str:
     """Outcomes of all draws."""
-    return outcomes(found["rows"])
+    return outcomes(figures["rows"])
 
 
-def tables(found: dict[str, Any]) -> str:
+def tables(figures: dict[str, Any]) -> str:
     """Outcomes of all draws, and the first draw of each set in detail."""
-    first = [row for row in found["rows"] if row["seed"] == 0]
+    first = [row for row in figures["rows"] if row["seed"] == 0]
     parts = [
-        outcomes(found["rows"]),
+        outcomes(figures["rows"]),
         "The first draw of each set, trained:",
         table(first, "trained", TRAINED),
     ]
@@ -172,37 +172,37 @@ def main() -> None:
         "--work", type=Path, default=Path("runs/few-queries"), help="folder for features"
     )
     parser.add_argument("--output", type=Path, default=Path("docs/few-queries.json"))
-    chosen = parser.parse_args()
-    folder = hub.resolve(chosen.base)
+    arguments = parser.parse_args()
+    folder = hub.resolve(arguments.base)
     config = hub.read_config(folder)
     base = hub.read_projection(folder, config)
-    about = {"base": chosen.base, "config": config.digest, "limit": chosen.queries}
-    rows = rows_of(chosen.output, about)
+    about = {"base": arguments.base, "config": config.digest, "limit": arguments.queries}
+    rows = rows_of(arguments.output, about)
     done = {(row["set"], row["queries"], row["seed"]) for row in rows}
-    for path in sorted(chosen.data.glob("*.jsonl.gz"), key=lambda path: path.stat().st_size):
+    for path in sorted(arguments.data.glob("*.jsonl.gz"), key=lambda path: path.stat().st_size):
         name = dataset_name(path)
-        if name not in chosen.sets:
+        if name not in arguments.sets:
             continue
-        limit = "" if chosen.queries is None else f", queries={chosen.queries}"
+        limit = "" if arguments.queries is None else f", queries={arguments.queries}"
         settings = [
             f'data=[{{file="{path}"{limit}}}]',
             "features.max_documents=20",
             "model.device=cpu",
         ]
-        recipe = ResearchRecipe.load("mini", settings, base=chosen.base)
-        features = ResearchRun(recipe, chosen.work / name).extract()
-        for size in chosen.sizes:
+        recipe = ResearchRecipe.load("mini", settings, base=arguments.base)
+        features = ResearchRun(recipe, arguments.work / name).extract()
+        for size in arguments.sizes:
             # Too few would be left to measure on.
             if len(features) * 3 < size * 4:
                 continue
-            for seed in range(chosen.seeds):
+            for seed in range(arguments.seeds):
                 if (name, size, seed) in done:
                     continue
                 numbers = draw(len(features), size, seed)
-                found = measure(features, base, config.rule, numbers)
-                rows.append({"set": name, "queries": size, "seed": seed, **found})
+                record = measure(features, base, config.rule, numbers)
+                rows.append({"set": name, "queries": size, "seed": seed, **record})
                 print(table(rows[-1:], "trained", TRAINED).splitlines()[-1], flush=True)
-                write_text(chosen.output, json.dumps(about | {"rows": rows}, indent=1) + "\n")
+                write_text(arguments.output, json.dumps(about | {"rows": rows}, indent=1) + "\n")
     print(tables({"rows": rows}))
 
 

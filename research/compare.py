@@ -102,7 +102,7 @@ def score_all(
         folder: Where scores are kept; those that are there are read.
         key: Stands in the files' names for what a label does not say, such as a model's weights.
     """
-    found: dict[str, Scored] = {label: {} for label in systems}
+    scored: dict[str, Scored] = {label: {} for label in systems}
     for name, queries in sets.items():
         files = {label: folder / f"{label}{key}, {name}.json" for label in systems}
         missing = [label for label, path in files.items() if not path.exists()]
@@ -115,8 +115,8 @@ def score_all(
         for label in missing:
             kept_scores.write(files[label], queries, rows[label])
         for label, path in files.items():
-            found[label][name] = kept_scores.read(path, queries)
-    return found
+            scored[label][name] = kept_scores.read(path, queries)
+    return scored
 
 
 def cost(system: Reranker, sets: Sets) -> list[float]:
@@ -126,12 +126,12 @@ def cost(system: Reranker, sets: Sets) -> list[float]:
     """
     queries = [query for rows in sets.values() for query in rows[:COST_QUERIES]]
     system.score("warm up", ["The first call of a model takes longer."])
-    found = []
+    seconds = []
     for _ in range(2):
         start = time.process_time()
         score_dataset(system, queries)
-        found.append(1000 * (time.process_time() - start) / len(queries))
-    return found
+        seconds.append(1000 * (time.process_time() - start) / len(queries))
+    return seconds
 
 
 def figures_of(scored: Scored, threshold: float | None, first: Scored, tau: float) -> Figures:
@@ -184,8 +184,8 @@ def _values(queries: Sequence[ScoredQuery], threshold: float) -> dict[str, Array
 
 def _interval(*samples: Array) -> list[float | None]:
     """Mean, and the ends of its 95% interval; None for both where too few queries count."""
-    found = estimate_mean(*samples)
-    return [found.mean, found.low, found.high]
+    estimate = estimate_mean(*samples)
+    return [estimate.mean, estimate.low, estimate.high]
 
 
 def measure(
@@ -403,13 +403,13 @@ def compare(
             scores = scores / f"first-{limit}"
         cut = {name: queries[:limit] for name, queries in sets.items()}
         source = load.source(model)
-        found = measure(cut, partial(RSRank.from_pretrained, **dict(source)), others, scores)
-        found |= {"machine": machine(), "limit": limit}
-        write_text(file, json.dumps(found, indent=1) + "\n")
-    found = json.loads(file.read_text(encoding="utf-8"))
-    write_text(output / "comparison.md", page(found))
+        figures = measure(cut, partial(RSRank.from_pretrained, **dict(source)), others, scores)
+        figures |= {"machine": machine(), "limit": limit}
+        write_text(file, json.dumps(figures, indent=1) + "\n")
+    figures = json.loads(file.read_text(encoding="utf-8"))
+    write_text(output / "comparison.md", page(figures))
     click.echo(output / "comparison.md")
-    if found["failures"]:
+    if figures["failures"]:
         raise click.exceptions.Exit(1)
 
 

@@ -43,8 +43,8 @@ class _Source:
     @property
     def splits(self) -> Mapping[str, str]:
         """Its names of the three splits. Test labels of the multi-hop sets are not public."""
-        found = {"train": "train", "validation": "validation", "test": "validation"}
-        return {**found, "validation": "dev", "test": "test"} if self.layout == "beir" else found
+        names = {"train": "train", "validation": "validation", "test": "validation"}
+        return {**names, "validation": "dev", "test": "test"} if self.layout == "beir" else names
 
     def table(self, config: str | None, split: str) -> Any:
         """A `datasets.Dataset`: Arrow files, mapped into memory."""
@@ -108,25 +108,25 @@ def load_sets(
         titles: The first stage reads a file's titles in front of the texts.
         options: How to load the bi-encoder of dense negatives.
     """
-    given = dict.fromkeys(map(str, places))
-    named = [place for place in given if not Path(place).is_file() and _source(place) is not None]
-    found = read_sets(place for place in given if place not in named)
-    for name, queries in found.items():
+    texts = dict.fromkeys(map(str, places))
+    named = [place for place in texts if not Path(place).is_file() and _source(place) is not None]
+    sets = read_sets(place for place in texts if place not in named)
+    for name, queries in sets.items():
         if negatives is not None:  # before the cut: the corpus is the whole file's
             queries = replace_negatives(queries, negatives, titles=titles, options=options)
-        found[name] = queries[:limit]
+        sets[name] = queries[:limit]
     for name in named:
-        found[name] = load_named(
+        sets[name] = load_named(
             name, queries=limit, negatives=negatives or Negatives(), options=options
         )
-    return found
+    return sets
 
 
 def _source(name: str) -> _Source | None:
     match = _BEIR_NAME.fullmatch(name)
-    found = _Source("beir", f"mteb/{match[1]}", "default", None) if match else _SOURCES.get(name)
+    source = _Source("beir", f"mteb/{match[1]}", "default", None) if match else _SOURCES.get(name)
     pinned = {source.repository: source for source in _SOURCES.values()}
-    return found and pinned.get(found.repository, found)
+    return source and pinned.get(source.repository, source)
 
 
 def load_named(
@@ -184,7 +184,7 @@ def load_named(
     for what, number, least in (("negatives", negatives, 0), ("queries", queries, 1)):
         if isinstance(number, int) and number < least:
             raise InputError(f"Give {what} >= {least}, not {number}.")
-    chosen = Negatives(count=negatives) if isinstance(negatives, int) else negatives
+    drawn = Negatives(count=negatives) if isinstance(negatives, int) else negatives
     draw = partial(_sample, count=queries, seed=seed)
     try:
         if source.layout == "beir":
@@ -192,11 +192,11 @@ def load_named(
                 source.table(c, s)
                 for c, s in ((source.config, source.splits[split]), *_BEIR_TABLES)
             ]
-            found = _from_beir(
-                tables, draw, partial(choose, chosen, seed=seed, options=options), seed
+            loaded = _from_beir(
+                tables, draw, partial(choose, drawn, seed=seed, options=options), seed
             )
         else:
-            found = _from_multihop(
+            loaded = _from_multihop(
                 source.table(source.config, source.splits[split]), source.layout, granularity, draw
             )
     except KeyError as error:
@@ -204,12 +204,12 @@ def load_named(
             f"{source.repository} at revision {source.revision!r} has no column {error.args[0]!r}, "
             f"which {name} needs. Leave revision out."
         ) from None
-    if not found:
+    if not loaded:
         raise InputError(
             f"{source.repository} has no labelled queries in {split!r} "
             f"at revision {source.revision!r}."
         )
-    return found
+    return loaded
 
 
 def _sample(ids: Iterable[str], *, count: int | None, seed: int) -> list[str]:
@@ -250,16 +250,16 @@ def _from_hotpotqa(row: Mapping[str, Any], granularity: Granularity) -> Labelled
         place = f"{number}:{title}"  # two paragraphs may have one title
         sentences = [(i, text.strip()) for i, text in enumerate(texts) if text.strip()]
         if granularity == "sentence":
-            found = [(f"{place}#{i}", text, (title, i) in gold) for i, text in sentences]
+            rows = [(f"{place}#{i}", text, (title, i) in gold) for i, text in sentences]
         else:
-            found = (
+            rows = (
                 [(place, " ".join(text for _, text in sentences), title in facts["title"])]
                 if sentences
                 else []
             )
         documents += [
             LabelledDocument(id=i, title=title, text=text, relevant=label)
-            for i, text, label in found
+            for i, text, label in rows
         ]
     return LabelledQuery(id=str(row["id"]), query=row["question"], documents=tuple(documents))
 
@@ -291,18 +291,18 @@ def _from_beir(
     gold = {key: {corpus_rows[i] for i in relevant[key] if i in corpus_rows} for key in query_rows}
     keys = draw(key for key, rows in gold.items() if rows)
     texts = [queries[query_rows[key]]["text"] for key in keys]
-    asked = [(key, text, gold[key]) for key, text in zip(keys, texts, strict=True)]
-    chosen = choose(
-        asked, len(corpus), lambda rows: [_document(row).content() for row in corpus.select(rows)]
+    wanted = [(key, text, gold[key]) for key, text in zip(keys, texts, strict=True)]
+    others_of = choose(
+        wanted, len(corpus), lambda rows: [_document(row).content() for row in corpus.select(rows)]
     )
-    found = []
-    for key, text, others in zip(keys, texts, chosen, strict=True):
+    loaded = []
+    for key, text, others in zip(keys, texts, others_of, strict=True):
         rows = [*sorted(gold[key]), *others]
         random.Random(f"order:{seed}:{key}").shuffle(rows)
         drawn = zip(rows, corpus.select(rows), strict=True)
         documents = tuple(_document(line, relevant=row in gold[key]) for row, line in drawn)
-        found.append(LabelledQuery(id=key, query=text, documents=documents))
-    return found
+        loaded.append(LabelledQuery(id=key, query=text, documents=documents))
+    return loaded
 
 
 def _document(row: Mapping[str, Any], *, relevant: bool = False) -> LabelledDocument:

@@ -89,7 +89,7 @@ def choose(
             else partial(_dense, BiEncoder(negatives.encoder, options=options))
         )
         ranked = by([text for _, text, _ in queries], read(rows), depth)
-    chosen = []
+    negatives_of = []
     for (key, _, gold), best in zip(queries, ranked, strict=True):
         hard = [rows[place] for place in best if rows[place] not in gold][: negatives.count]
         taken, count = (
@@ -97,8 +97,8 @@ def choose(
             negatives.count - len(hard),
         )  # so many others, or all there are
         drawn = random.Random(f"{seed}:{key}").sample(rows, min(len(rows), count + len(taken)))
-        chosen.append([*hard, *[row for row in drawn if row not in taken][:count]])
-    return chosen
+        negatives_of.append([*hard, *[row for row in drawn if row not in taken][:count]])
+    return negatives_of
 
 
 def _bm25(queries: Sequence[str], corpus: Sequence[str], depth: int) -> Iterator[list[int]]:
@@ -144,9 +144,9 @@ def replace_negatives(
     def read(rows: Sequence[int]) -> list[str]:
         return [documents[row].content() if titles else documents[row].text for row in rows]
 
-    found = choose(negatives, wanted, len(documents), read, seed=seed, options=options)
+    rows_of = choose(negatives, wanted, len(documents), read, seed=seed, options=options)
     changed = []
-    for query, rows in zip(queries, found, strict=True):
+    for query, rows in zip(queries, rows_of, strict=True):
         # An id may stand for another text at another query.
         others = [
             documents[row].model_copy(update={"id": f"negative-{row}", "relevant": False})

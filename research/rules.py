@@ -139,16 +139,16 @@ def with_threshold(scored: Scored, goal: Goal) -> Rule:
         [score for query in queries for score in query.scores], np.arange(1, 0, -0.01)
     )
     for threshold in levels.tolist():
-        found = [figures_of(one, Rule(threshold)) for one in sets]
-        lost = np.mean([row["lost"] for row in found])
-        if lost <= goal.lost and np.mean([row["recall"] for row in found]) >= goal.recall:
+        rows = [figures_of(one, Rule(threshold)) for one in sets]
+        lost = np.mean([row["lost"] for row in rows])
+        if lost <= goal.lost and np.mean([row["recall"] for row in rows]) >= goal.recall:
             return Rule(threshold)
     return Rule(levels.min())
 
 
 def tuned(scored: Scored) -> dict[str, Figures]:
     """What `rsrank tune` does to the other queries of a set, by the number of labelled ones."""
-    found = {}
+    by_size = {}
     for size in SIZES:
         rows = []
         for name, queries in scored.items():
@@ -163,12 +163,12 @@ def tuned(scored: Scored) -> dict[str, Figures]:
                 before, after = (figures_of(others, rule) for rule in (DEFAULT, result.rule))
                 change = {key: after[key] - before[key] for key in ("lost", "kept", "recall")}
                 rows.append({"set": name, "problem": result.problem, **change})
-        found[str(size)] = {
+        by_size[str(size)] = {
             "draws": len(rows),
             "written": sum(row["problem"] is None for row in rows),
             "rows": rows,
         }
-    return found
+    return by_size
 
 
 def measure(own: Mapping[str, Scored], cosine: Scored) -> Figures:
@@ -180,7 +180,7 @@ def measure(own: Mapping[str, Scored], cosine: Scored) -> Figures:
             there.
     """
     goal = Goal()
-    found: Figures = {"goal": str(goal)}
+    figures: Figures = {"goal": str(goal)}
     rules = candidates()
     validated = own["validation"]
     for kind in ("typed", "public"):
@@ -190,59 +190,59 @@ def measure(own: Mapping[str, Scored], cosine: Scored) -> Figures:
         rules.append(shared_rule(list(part.values())))
     best = shared_rule(list(validated.values()))
     rules.append(best)
-    found["best"] = str(best)
+    figures["best"] = str(best)
     for name, scored in own.items():
-        found[name] = compared(scored, rules)
+        figures[name] = compared(scored, rules)
     calibration = Calibration(validated)
     learned = calibration(validated)
     for name, rule in (
         ("threshold", with_threshold(learned, goal)),
         ("rule", shared_rule(list(learned.values()))),
     ):
-        found[f"calibration, {name}"] = {
+        figures[f"calibration, {name}"] = {
             part: compared(calibration(scored), [rule]) for part, scored in own.items()
         }
-    found["cosine"] = {}
+    figures["cosine"] = {}
     if cosine:
-        found["cosine"] = compared(cosine, [shared_rule(list(cosine.values()))])
-    found["tuned"] = tuned(own["dev"])
-    return found
+        figures["cosine"] = compared(cosine, [shared_rule(list(cosine.values()))])
+    figures["tuned"] = tuned(own["dev"])
+    return figures
 
 
-def table(found: Figures) -> str:
+def table(figures: Figures) -> str:
     """Every rule on the sets kept apart, as Markdown."""
     lines = [
         "| rule | typed: lost | kept | recall | called relevant "
         "| others: lost | kept | recall | F1 |",
         "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
-    rows = dict(found["dev"])
+    rows = dict(figures["dev"])
     for name in ("threshold", "rule"):
-        ((rule, figures),) = found[f"calibration, {name}"]["dev"].items()
-        rows[f"calibration: {rule}"] = figures
-    for rule, figures in found["cosine"].items():
-        rows[f"MiniLM's cosine: {rule}"] = figures
-    for name, figures in rows.items():
+        ((rule, row),) = figures[f"calibration, {name}"]["dev"].items()
+        rows[f"calibration: {rule}"] = row
+    for rule, row in figures["cosine"].items():
+        rows[f"MiniLM's cosine: {rule}"] = row
+    for name, row in rows.items():
         cells = [name]
         for group, keys in (
             ("typed", ("lost", "kept", "recall", "called_relevant")),
             ("public", ("lost", "kept", "recall", "f1")),
         ):
             for key in keys:
-                value = figures[group][key]
+                value = row[group][key]
                 cells.append(f"{value:.2f}" if key == "kept" else f"{100 * value:.1f}")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def tuned_table(found: Figures) -> str:
+def tuned_table(figures: Figures) -> str:
     """What `rsrank tune` writes, and what that changes on the other queries, as Markdown."""
     lines = [
         "| labelled queries | draws | rules written | more answers lost, of these | fewer "
         "| mean change: lost | kept | recall |",
         "|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
-    for size, part in found["tuned"].items():
+    for size, part in figures["tuned"].items():
         rows = [row for row in part["rows"] if row["problem"] is None]
         cells = [size, part["draws"], len(rows)]
         cells.append(sum(row["lost"] > 0 for row in rows))

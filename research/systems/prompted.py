@@ -78,7 +78,7 @@ class Batched(Reranker):
 
         Raises ScoringError: a prompt does not fit into memory even alone; its position is given.
         """
-        found: dict[Ids, Tensor] = {}
+        outputs: dict[Ids, Tensor] = {}
         batches = Batches(list(dict.fromkeys(prompts)), self.token_budget)
         try:
             for batch in batches:
@@ -87,11 +87,11 @@ class Batched(Reranker):
                     ids = pad_sequence(rows, batch_first=True, padding_value=self.padding)
                     mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
                     results = compute(ids.to(self.model.device), mask.to(self.model.device))
-                    found.update(zip(batch, results, strict=True))
+                    outputs.update(zip(batch, results, strict=True))
         except DoesNotFitError as error:
             raise too_large(len(error.ids), prompts.index(error.ids)) from None
         self.token_budget = batches.budget
-        return [found[ids] for ids in prompts]
+        return [outputs[ids] for ids in prompts]
 
 
 def load(
@@ -219,8 +219,8 @@ class AnswerOdds(Batched):
     def score_documents(self, query: str, documents: Sequence[str]) -> list[Scored]:
         """Probability of the positive answer of the two, and whether the document was cut."""
         prompts, truncated = self.prompts(query, as_list(documents))
-        found = enumerate(self.compute_each(prompts, self._probabilities))
-        scores = [finite(float(score), index) for index, score in found]
+        numbered = enumerate(self.compute_each(prompts, self._probabilities))
+        scores = [finite(float(score), index) for index, score in numbered]
         return [Scored(*row) for row in zip(scores, truncated, strict=True)]
 
     def _probabilities(self, ids: Tensor, mask: Tensor) -> Tensor:
@@ -291,8 +291,8 @@ class Qwen3Reranker(AnswerOdds):
 
     def logits(self, ids: Tensor, mask: Tensor) -> Tensor:
         """At each prompt's last token."""
-        found: Tensor = self.model(input_ids=ids, attention_mask=mask, use_cache=False).logits
-        return found[torch.arange(len(ids), device=ids.device), mask.sum(1) - 1]
+        logits: Tensor = self.model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+        return logits[torch.arange(len(ids), device=ids.device), mask.sum(1) - 1]
 
 
 class MonoT5(AnswerOdds):
@@ -313,11 +313,11 @@ class MonoT5(AnswerOdds):
     ) -> None:
         name = SIZES.get(str(name), name)
         options = options or LoadOptions()
-        chosen = options
+        loading = options
         if options.dtype is None:
-            chosen = options.model_copy(update={"dtype": "float32"})
+            loading = options.model_copy(update={"dtype": "float32"})
         try:
-            model, tokenizer = load(AutoModelForSeq2SeqLM, str(name), revision, chosen)
+            model, tokenizer = load(AutoModelForSeq2SeqLM, str(name), revision, loading)
         except BackboneError as error:
             if "spiece.model" in str(
                 error
@@ -346,7 +346,7 @@ class MonoT5(AnswerOdds):
         start = torch.full(
             (len(ids), 1), self.model.config.decoder_start_token_id, device=ids.device
         )
-        found: Tensor = self.model(
+        logits: Tensor = self.model(
             input_ids=ids, attention_mask=mask, decoder_input_ids=start, use_cache=False
         ).logits
-        return found[:, 0]
+        return logits[:, 0]
