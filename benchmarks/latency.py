@@ -22,7 +22,6 @@ import torch
 
 from rsrank_rag import RSRank
 from rsrank_rag.backends.torch.attention import NAME
-from rsrank_rag.backends.torch.weights import bits_of
 from rsrank_rag.method.batches import Batches, Ids
 
 from .timing import Measured, System, machine, matmul_ceiling, measure
@@ -86,7 +85,7 @@ def systems(ranker: RSRank, query: str, documents: list[str], keep: int) -> list
             for share in (0.5, 0.84, 1.0)
         ],
     ]
-    if bits_of(model) == 16:
+    if ranker.backbone.bits == 16:
         cross = SameSizeCrossEncoder(ranker)
         found.append(System("CrossEncoder", lambda: cross.score(query, documents), attend("sdpa")))
     return found

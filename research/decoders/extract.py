@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from rsrank_rag.artifact.loading import open_model
 from rsrank_rag.backends.torch.backbone import Backbone
 from rsrank_rag.backends.torch.fusion import layers_of
-from rsrank_rag.backends.torch.weights import bits_of
 from rsrank_rag.cli.options import PATH, command
 from rsrank_rag.errors import TrainingError
 from rsrank_rag.evaluation.datasets import LabelledQuery
@@ -107,7 +106,7 @@ def extract(plan: str, output: Path, model: str | None) -> None:
         output,
         {
             "backbone": part.name,
-            "bits": bits_of(core.model),
+            "bits": core.bits,
             "compute_dtype": str(core.dtype),
             "dtype": DTYPE,
             "head_dim": core.head_dim,

@@ -69,8 +69,6 @@ def describe(
     files: dict[str, str],
 ) -> BackboneSpec:
     """What an artifact records of its language model; ``files`` are the files' hashes."""
-    from ..backends.torch.weights import bits_of
-
     return BackboneSpec(
         name=name,
         revision=revision,
@@ -80,7 +78,7 @@ def describe(
         head_dim=core.head_dim,
         tokenizer=tokenizer_fingerprint(prompts.tokenizer),
         values=core.sample,
-        bits=bits_of(core.model),
+        bits=core.bits,
         files=files,
     )
 

@@ -171,7 +171,6 @@ def open_model(
     with needs_torch():
         from ..backends.torch.check import open_backbone
         from ..backends.torch.loading import load_model
-        from ..backends.torch.weights import bits_of
     loaded = load_model(name, revision=revision, options=options, last_layer=last_layer)
     core = open_backbone(
         loaded.model,
@@ -180,12 +179,12 @@ def open_model(
         fusion_layer=fusion_layer,
     )
     if spec is not None:
-        check_model(core.sample, loaded.tokenizer, spec, name, bits_of(core.model))
+        check_model(core.sample, loaded.tokenizer, spec, name, core.bits)
     core.similarity_window = similarity_window
     if attention_window is not None and core.causal:
         raise BackboneError(f"{core.name} is a decoder, and attention_window is for encoders.")
     core.attention_window = attention_window
-    core.identity["bits"] = bits_of(core.model)
+    core.identity["bits"] = core.bits
     limits = (core.max_length, *max_lengths)
     prompts = PromptTokenizer(
         loaded.tokenizer,

@@ -19,7 +19,6 @@ from ..artifact.identity import describe, folder_of, hashes
 from ..artifact.loading import open_model, open_on_torch
 from ..backends.torch.backbone import Backbone
 from ..backends.torch.projection import Projection
-from ..backends.torch.weights import bits_of
 from ..errors import InputError
 from ..evaluation.datasets import LabelledQuery, warn_of_reuse
 from ..evaluation.metrics import present_means, ranking_measures
@@ -215,7 +214,7 @@ class TrainingRun:
         queries = [query.model_dump(mode="json") for query in self.queries]
         return {
             **config,
-            "bits": bits_of(model.core.model),
+            "bits": model.core.bits,
             "compute_dtype": str(model.core.dtype),
             "data": content_digest(json.dumps(queries)),
             "dtype": self.recipe.features.dtype,

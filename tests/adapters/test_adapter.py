@@ -25,7 +25,6 @@ from rsrank_rag import Fallback, Reranker, RSRank
 from rsrank_rag.adapters import model_thread as worker
 from rsrank_rag.adapters.settings import RerankerAdapter
 from rsrank_rag.backends.options import LoadOptions, ModelSource
-from rsrank_rag.backends.torch.weights import bits_of
 from rsrank_rag.errors import ArtifactError, InputError, RemoteError
 from rsrank_rag.evaluation.datasets import LabelledDocument
 from rsrank_rag.method.scoring import score_rows
@@ -343,7 +342,7 @@ def test_equal_settings_share_one_model_which_loads_at_first_use(artifact, loads
     assert len(loads) == 2
     pytest.importorskip("bitsandbytes")
     rounded = RSRankCompressor(model=artifact, device="cpu", dtype="int8")
-    assert bits_of(model_of(rounded).backbone.model) == 8
+    assert model_of(rounded).backbone.bits == 8
     assert len(loads) == 3
 
 

@@ -32,7 +32,6 @@ from rsrank_rag.artifact.identity import describe
 from rsrank_rag.backends.options import LoadOptions
 from rsrank_rag.backends.torch.check import open_backbone
 from rsrank_rag.backends.torch.loading import load_model, shortened
-from rsrank_rag.backends.torch.weights import bits_of
 from rsrank_rag.cli import app
 from rsrank_rag.errors import ArtifactError, BackboneError, InputError
 from rsrank_rag.method.template import PromptTokenizer
@@ -105,7 +104,7 @@ def test_8bit_scores_without_the_later_layers_are_those_with_them(kind, tiny_fol
     part = truncated(tiny_folder(kind), kind, options)
     assert len(part.backbone.model.layers) == LOADED
     assert part.backbone.model.layers[LOADED - 1].self_attn.v_proj.weight.dtype == torch.int8
-    assert bits_of(part.backbone.model) == 8
+    assert part.backbone.bits == 8
     assert part.score(QUERY, DOCUMENTS) == full(tiny_folder(kind), part, options).score(
         QUERY, DOCUMENTS
     )

@@ -11,10 +11,9 @@ from safetensors import safe_open
 
 from ...method.arrays import Numbers
 from ...method.batches import Ids
-from .embeddings import WEIGHTS, Embeddings
 from .graph import Encoder, places_in
 from .quantisation import fixed_parameters, ranges
-from .session import LARGEST_WEIGHTS, Session
+from .session import LARGEST_WEIGHTS, WEIGHTS, Embeddings, Session
 
 
 def make_graphs(

@@ -22,18 +22,26 @@ from safetensors import safe_open
 from ...errors import ArtifactError, BackboneError, MissingDependencyError, pip_install
 from ...method.arrays import Numbers
 from ...method.batches import Ids
-from ...method.prefix import Prefix, Prefixes, Show, pooled
+from ...method.prefix import Prefix, Prefixes, Show, attention_band, pooled
 from ..base import LanguageModel
 from ..options import ENCODER_FILES
 from ..sample import sample_of, trial_ids
 from ..tokenizer_file import largest_id
 from .cores import usable_cores
-from .embeddings import HIDDEN, PLACES, WORDS, ZERO, Embeddings
 
 # At most so many padded tokens of documents are in one run of the graph, unless a single document
 # has more. In larger runs, the numbers of a layer take so much memory that glibc takes it from the
 # system anew in each layer, which costs a quarter of the time.
 RUN_TOKENS = 512
+
+WEIGHTS = "model.safetensors"
+WORDS = "embeddings.word_embeddings.weight"
+PLACES = "embeddings.position_embeddings.weight"
+TYPES = "embeddings.token_type_embeddings.weight"
+
+# What is added to the attention of tokens that are seen, and of others.
+ZERO = np.float32(0)
+HIDDEN = np.float32(-1e9)
 
 # The largest whole number that a weight in int8 is rounded to, with and without VNNI.
 LARGEST_WEIGHTS = (127, 63)
@@ -102,6 +110,41 @@ def largest_weight() -> int:
     sums = products.run({"codes": np.full((1, 64), 255, np.uint8)})[0]
     exact = bool((sums == 64 * 255 * 127).all())
     return LARGEST_WEIGHTS[0] if exact else LARGEST_WEIGHTS[1]
+
+
+class Embeddings:
+    """The tables of words and positions; ``folder`` holds the encoder's weights."""
+
+    def __init__(self, folder: Path) -> None:
+        with safe_open(folder / WEIGHTS, framework="np") as file:
+            # The table stays in the dtype of its file: it is nearly half of the weights.
+            self.words = file.get_tensor(WORDS)
+            places, types = (file.get_tensor(name).astype(np.float32) for name in (PLACES, TYPES))
+        self.places = places + types[0]
+
+    def feeds(
+        self, texts: Sequence[Ids], attention_window: int | None, *, banded: bool = True
+    ) -> dict[str, Numbers]:
+        """The inputs of `Encoder.alone`: embedded tokens with padding, lengths, and the bias.
+
+        Args:
+            texts: Token ids of N texts.
+            attention_window: As in `LanguageModel`; without it, there is no bias.
+            banded: Whether tokens attend to this window only, or to all of their text.
+        """
+        lengths = np.array(list(map(len, texts)), np.int32)
+        longest = int(lengths.max())
+        ids = np.zeros((len(texts), longest), np.int64)
+        for row, text in zip(ids, texts, strict=True):
+            row[: len(text)] = text
+        embedded = self.words[ids].astype(np.float32) + self.places[:longest]
+        feeds = {"embedded": embedded, "lengths": lengths}
+        if attention_window is not None:
+            seen = np.ones((longest, longest), bool)
+            if banded:
+                seen = attention_band(longest, longest, attention_window)
+            feeds["bias"] = np.where(seen, ZERO, HIDDEN)[None, None]
+        return feeds
 
 
 class _Sessions(NamedTuple):

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -94,6 +94,13 @@ class Backbone(LanguageModel):
         # Releases of transformers before 5.24 call the argument ``past_key_values``.
         arguments = inspect.signature(self.model.forward).parameters
         self._cache_argument = "cache" if "cache" in arguments else "past_key_values"
+
+    @property
+    def bits(self) -> Literal[4, 8, 16]:
+        """Bits of most weights: 4 or 8 where bitsandbytes quantised them, else 16 (also for 32)."""
+        if getattr(self.model, "is_loaded_in_4bit", False):
+            return 4
+        return 8 if getattr(self.model, "is_loaded_in_8bit", False) else 16
 
     @contextmanager
     def inference(self) -> Iterator[None]:

@@ -16,7 +16,6 @@ from .attention import NAME
 from .backbone import ADVICE, Backbone
 from .fusion import split_at
 from .probe import Recorder
-from .weights import bits_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -241,7 +240,7 @@ def _rounding(core: Backbone) -> float:
 
     Products with quantised weights round more.
     """
-    return 1e-3 if core.dtype == torch.float32 and bits_of(core.model) == 16 else 0.1
+    return 1e-3 if core.dtype == torch.float32 and core.bits == 16 else 0.1
 
 
 def _distance(actual: Tensor, expected: Tensor) -> float:
