@@ -267,45 +267,47 @@ def page(figures: Figures) -> str:
     first = ""
     if limit is not None:
         first = f" Only the first {limit} queries of each set were scored (`--limit {limit}`)."
-    losses = [
-        [name, METRICS[metric], label, _signed(row["sets"][name]["difference"][metric])]
-        for name in sets
-        for metric in METRICS
-        for label, row in systems.items()
-        if _is_loss(metric, row["sets"][name]["difference"][metric])
-    ]
+    losses = _losses(systems)
     count = len(sets) * len(METRICS) * (len(labels) - 1)
     parts = [INTRODUCTION.format(limit=first, machine=figures["machine"])]
-    parts.append(
-        f"Differences to `mini` whose 95% interval lies on the wrong side of zero. Of {count} "
-        f"differences, chance alone makes about {count / 40:.0f} such.\n\n"
-        + _table(["set", "", "better", "`mini` minus it"], losses)
-        if losses
-        else "On no set and in no figure does a system beat `mini` beyond chance."
-    )
+    if losses:
+        parts.append(
+            f"Differences to `mini` whose 95% interval lies on the wrong side of zero. Of {count} "
+            f"differences, chance alone makes about {count / 40:.0f} such.\n\n"
+            + _table(["set", "", "better", "`mini` minus it"], losses)
+        )
+    else:
+        parts.append("On no set and in no figure does a system beat `mini` beyond chance.")
     parts.append(NOTES.format(native=", ".join(own)))
     head = ["", *METRICS.values(), "AUROC", "false accepts", "CPU seconds", "again"]
     parts.append(_table(head, [[label, *_summary(row)] for label, row in systems.items()]))
     for metric, title in METRICS.items():
-        rows = [
-            [name, *(_points(systems[label]["sets"][name][metric]) for label in labels)]
-            for name in sets
-        ]
+        rows = []
+        for name in sets:
+            rows.append([name, *[_points(row["sets"][name][metric]) for row in systems.values()]])
         parts.append(f"\n## {title}\n\n{_table(['', *labels], rows)}")
-    rows = [
-        [
-            name,
-            str(sets[name]["queries"]),
-            *(_absent(systems[label]["sets"][name]) for label in labels),
-        ]
-        for name in sets
-    ]
+    absent = []
+    for name in sets:
+        cells = [_absent(row["sets"][name]) for row in systems.values()]
+        absent.append([name, str(sets[name]["queries"]), *cells])
     parts.append("\n## AUROC and false accepts\n")
-    parts.append(_table(["", "queries", *labels], rows))
+    parts.append(_table(["", "queries", *labels], absent))
     if figures["failures"]:
         parts.append("\n## Not measured\n")
         parts += [f"- {label}: {error}" for label, error in figures["failures"].items()]
     return "\n".join(parts) + "\n"
+
+
+def _losses(systems: Figures) -> list[list[str]]:
+    """A row of the table for each figure in which a system is better than `mini` beyond chance."""
+    losses = []
+    for name in systems["mini"]["sets"]:
+        for metric, title in METRICS.items():
+            for label, row in systems.items():
+                difference = row["sets"][name]["difference"][metric]
+                if _is_loss(metric, difference):
+                    losses.append([name, title, label, _signed(difference)])
+    return losses
 
 
 def _is_loss(metric: str, difference: Sequence[float | None]) -> bool:

@@ -231,36 +231,38 @@ def _from_multihop(
     table: Any, layout: str, granularity: Granularity | None, draw: _Draw
 ) -> list[LabelledQuery]:
     rows = {str(key): row for row, key in enumerate(_column(table, "id").to_pylist())}
+    ids = list(rows)
     if layout == "musique":
         answerable = _column(table, "answerable").to_pylist()
-        return [
-            _from_musique(table[rows[key]])
-            for key in draw(key for key, row in rows.items() if answerable[row])
-        ]
-    return [_from_hotpotqa(table[rows[key]], granularity or "sentence") for key in draw(rows)]
+        ids = [key for key in ids if answerable[rows[key]]]
+    queries = []
+    for key in draw(ids):
+        row = table[rows[key]]
+        if layout == "musique":
+            queries.append(_from_musique(row))
+        else:
+            queries.append(_from_hotpotqa(row, granularity or "sentence"))
+    return queries
 
 
 def _from_hotpotqa(row: Mapping[str, Any], granularity: Granularity) -> LabelledQuery:
-    facts, context = row["supporting_facts"], row["context"]
+    facts = row["supporting_facts"]
+    context = row["context"]
     gold = set(zip(facts["title"], facts["sent_id"], strict=True))
-    documents = []
-    for number, (title, texts) in enumerate(
-        zip(context["title"], context["sentences"], strict=True)
-    ):
-        place = f"{number}:{title}"  # two paragraphs may have one title
-        sentences = [(i, text.strip()) for i, text in enumerate(texts) if text.strip()]
+    documents: list[LabelledDocument] = []
+    paragraphs = zip(context["title"], context["sentences"], strict=True)
+    for number, (title, texts) in enumerate(paragraphs):
+        # Two paragraphs may have one title.
+        place = f"{number}:{title}"
+        sentences = {i: text.strip() for i, text in enumerate(texts) if text.strip()}
+        units = {}
         if granularity == "sentence":
-            rows = [(f"{place}#{i}", text, (title, i) in gold) for i, text in sentences]
-        else:
-            rows = (
-                [(place, " ".join(text for _, text in sentences), title in facts["title"])]
-                if sentences
-                else []
-            )
-        documents += [
-            LabelledDocument(id=i, title=title, text=text, relevant=label)
-            for i, text, label in rows
-        ]
+            for i, text in sentences.items():
+                units[f"{place}#{i}"] = text, (title, i) in gold
+        elif sentences:
+            units[place] = " ".join(sentences.values()), title in facts["title"]
+        for name, (text, label) in units.items():
+            documents.append(LabelledDocument(id=name, title=title, text=text, relevant=label))
     return LabelledQuery(id=str(row["id"]), query=row["question"], documents=tuple(documents))
 
 
@@ -282,26 +284,35 @@ def _from_beir(
 ) -> list[LabelledQuery]:
     labels, queries, corpus = tables
     relevant: dict[str, set[str]] = defaultdict(set)
-    columns = (_column(labels, name).to_pylist() for name in ("query-id", "corpus-id", "score"))
+    columns = []
+    for name in ("query-id", "corpus-id", "score"):
+        columns.append(_column(labels, name).to_pylist())
     for query, document, score in zip(*columns, strict=True):
         if score > 0:
             relevant[str(query)].add(str(document))
     query_rows = _rows(_column(queries, "_id"), relevant)
     corpus_rows = _rows(_column(corpus, "_id"), set().union(*relevant.values()))
-    gold = {key: {corpus_rows[i] for i in relevant[key] if i in corpus_rows} for key in query_rows}
-    keys = draw(key for key, rows in gold.items() if rows)
-    texts = [queries[query_rows[key]]["text"] for key in keys]
-    wanted = [(key, text, gold[key]) for key, text in zip(keys, texts, strict=True)]
-    others_of = choose(
-        wanted, len(corpus), lambda rows: [_document(row).content() for row in corpus.select(rows)]
-    )
+    gold: dict[str, set[int]] = {}
+    for key in query_rows:
+        present = relevant[key] & corpus_rows.keys()
+        if present:
+            gold[key] = {corpus_rows[document] for document in present}
+    wanted = []
+    for key in draw(gold):
+        wanted.append((key, queries[query_rows[key]]["text"], gold[key]))
+
+    def read(rows: Sequence[int]) -> list[str]:
+        return [_document(row).content() for row in corpus.select(rows)]
+
     loaded = []
-    for key, text, others in zip(keys, texts, others_of, strict=True):
-        rows = [*sorted(gold[key]), *others]
+    others_of = choose(wanted, len(corpus), read)
+    for (key, text, own), others in zip(wanted, others_of, strict=True):
+        rows = [*sorted(own), *others]
         random.Random(f"order:{seed}:{key}").shuffle(rows)
-        drawn = zip(rows, corpus.select(rows), strict=True)
-        documents = tuple(_document(line, relevant=row in gold[key]) for row, line in drawn)
-        loaded.append(LabelledQuery(id=key, query=text, documents=documents))
+        documents = []
+        for row, line in zip(rows, corpus.select(rows), strict=True):
+            documents.append(_document(line, relevant=row in own))
+        loaded.append(LabelledQuery(id=key, query=text, documents=tuple(documents)))
     return loaded
 
 

@@ -107,12 +107,15 @@ class Calibration:
     """
 
     def __init__(self, sets: Scored) -> None:
-        rows = [features(query) for queries in sets.values() for query in queries]
-        labels = [query.relevant for queries in sets.values() for query in queries]
+        rows = []
+        labels = []
         weights = []
         for queries in sets.values():
             count = sum(len(query.scores) for query in queries)
-            weights += [np.full(len(query.scores), 1 / count) for query in queries]
+            for query in queries:
+                rows.append(features(query))
+                labels.append(query.relevant)
+                weights.append(np.full(len(query.scores), 1 / count))
         # Imported here, because the documentation's tables need no calibration.
         from sklearn.linear_model import LogisticRegression
 

@@ -111,14 +111,6 @@ def test_each_part_of_the_rule_is_passed_on(artifact, passages):
         run("rank", "-m", artifact, "-q", QUERY, "-d", passages, *wrong, code=2)
 
 
-def test_names_that_look_like_markup_are_shown_as_they_are(artifact, passages, tmp_path):
-    folder = tmp_path / "[bold]" / "a[" / "b]"
-    said = run("index", "-m", artifact, "-d", passages, "--cache-folder", str(folder)).stdout
-    assert str(folder) in said.replace("\n", "")
-    copy = shutil.copytree(artifact, folder / "[" / "red]")
-    assert run("rank", "-m", str(copy), "-q", "[i]", "-d", passages).stdout.startswith("'[i]': ")
-
-
 def test_json_that_is_nested_too_deeply_is_an_error_of_its_line(artifact, tmp_path):
     path = tmp_path / "deep.jsonl"
     path.write_text('{"text": ' + "[" * 200_000)
@@ -510,16 +502,6 @@ def test_every_command_that_loads_a_model_can_round_its_weights(command):
 
 def test_version_is_the_package_version():
     assert run("--version").stdout.strip() == __version__
-
-
-def test_brackets_in_a_query_or_a_passage_are_shown_as_they_are(artifact):
-    query, passage = "What does [bold] mean?", "[SEP] and [red] are [/red] words"
-    output = run("rank", "-q", query, "-d", "-", "-m", artifact, input=passage + "\n").stdout
-    assert query in output
-    assert passage in output
-    output = run("explain", "-q", query, "--document", passage, "-m", artifact).stdout
-    assert query in output
-    assert passage in output
 
 
 def test_a_byte_order_mark_does_not_turn_json_lines_into_text(tmp_path):
