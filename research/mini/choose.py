@@ -5,7 +5,7 @@ r"""Choose what ships of a training, by validation queries, and write it for exp
 
 Three choices follow each other. First the *strength*, the place on the line from the weights of the
 start (0) to the trained ones (1), and the *share* of the shift: what ranks best. Then the rule that
-keeps documents, by `best_rule`; its threshold becomes zero.
+keeps documents, by `best_rule` or by hand (``--rule``); its threshold becomes zero.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from scores import run
 from texts import Texts
 from validate import JOINED, Row, Validation, ndcg, summary
 
-from rsrank_rag import Rule
+from rsrank_rag import Fallback, Rule
 from rsrank_rag.evaluation.best_rule import best_rule
 from rsrank_rag.evaluation.metrics import ScoredQuery
 
@@ -138,6 +138,8 @@ def main() -> None:
     add("--weights", type=Path, required=True, help="mean-STEP.pt of the training")
     add("--config", type=Path, default=Path(__file__).with_name("config.toml"))
     add("--strengths", type=float, nargs="+", default=STRENGTHS)
+    names = ("THRESHOLD", "GAP", "GAP_OF_FALLBACK", "DEPTH")
+    add("--rule", type=float, nargs=4, metavar=names, default=None, help="default: best_rule's")
     add("--output", type=Path, required=True, help="folder for what is chosen")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -162,6 +164,9 @@ def main() -> None:
     strength, share = max(ranked, key=lambda each: ranked[each])
     torch.save(rows[strength], options.output / "rows.pt")
     rule = choose_rule(rows[strength], share)
+    if options.rule is not None:
+        threshold, gap, *fallback = options.rule
+        rule = Rule(threshold, gap, Fallback(*fallback))
     figures = {name: summary(of_set) for name, of_set in rows[strength].items()}
     model.load_state_dict(interpolated(start, trained, strength), strict=False)
     about = {"strength": strength, "weights": options.weights.name, "data": sorted(pool.training)}

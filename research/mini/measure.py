@@ -17,11 +17,15 @@ import argparse
 import itertools
 import json
 import math
+import shutil
+import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import numpy as np
 from tables import ROOT, differences, table
 from tqdm import tqdm
 
@@ -29,6 +33,7 @@ from research import kept_scores
 from research.best_threshold import best_threshold, shared_threshold
 from research.unanswerable import auroc, best_scores, false_accepts
 from rsrank_rag import Reranker, RSRank
+from rsrank_rag.artifact import hub
 from rsrank_rag.evaluation.datasets import LabelledQuery, dataset_name, read_labelled
 from rsrank_rag.evaluation.evaluate import score_dataset, shared_rule, summarise
 from rsrank_rag.evaluation.metrics import (
@@ -213,6 +218,41 @@ def examples(
     return found
 
 
+def shift_off(
+    model: str, sets: dict[str, list[LabelledQuery]], count: int
+) -> list[dict[str, float | str]]:
+    """The first queries of each set with the shift and without it, the weights of heads at 0.
+
+    Returns:
+        For each set, of the answerable queries: ``dataset``; nDCG@5, F1 at zero, F1 and share of
+        answers lost by the rule, by ``ndcg@5``, ``f1``, ``rule f1``, ``lost``; the same without
+        the shift, by ``ndcg@5 without`` and so on.
+    """
+    rows: list[dict[str, float | str]] = [{"dataset": name} for name in sets]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary) / "artifact"
+        shutil.copytree(hub.resolve(model), folder)
+        config = hub.read_config(folder)
+        weights = hub.read_weights(folder, config)
+        weights = replace(weights, head_weight=np.zeros(config.shape[:2], np.float32))
+        hub.write_artifact(folder, config, weights, "")
+        for name, suffix in ((model, ""), (str(folder), " without")):
+            ranker = RSRank.from_pretrained(name)
+            for row, queries in zip(rows, sets.values(), strict=True):
+                answerable = []
+                for query in queries[:count]:
+                    if any(document.relevant for document in query.documents):
+                        answerable.append(query)
+                scored = score_dataset(ranker, tqdm(answerable, desc=f"{row['dataset']}{suffix}"))
+                found = summarise(scored, ranker.native_rule)
+                rule = found["rules"]["in_use"]
+                row[f"ndcg@5{suffix}"] = found["ndcg@5"]
+                row[f"f1{suffix}"] = found["rules"]["threshold"]["f1"]
+                row[f"rule f1{suffix}"] = rule["f1"]
+                row[f"lost{suffix}"] = rule["lost"] / len(answerable)
+    return rows
+
+
 def is_clear(scored: ScoredQuery) -> bool:
     """Whether rounding can change neither the order of two labels nor a decision at zero."""
     pairs = sorted(zip(scored.scores, scored.relevant, strict=True))
@@ -240,6 +280,9 @@ def main() -> None:
     parser.add_argument("--model", default="mini", help="built-in name or artifact folder")
     parser.add_argument("--output", type=Path, required=True, help="JSON file for the figures")
     parser.add_argument("--limit", type=int, default=None, help="first queries of each set only")
+    parser.add_argument(
+        "--shift-limit", type=int, default=100, help="first queries that are scored without shift"
+    )
     parser.add_argument("--baseline-scores", type=Path, default=None, help="folder to keep them in")
     options = parser.parse_args()
     figures = measure(
@@ -248,7 +291,9 @@ def main() -> None:
         options.limit,
         options.baseline_scores,
     )
-    figures["mini"]["examples"] = examples(options.model, read_folder(options.data, options.limit))
+    sets = read_folder(options.data, options.limit)
+    figures["mini"]["shift"] = shift_off(options.model, sets, options.shift_limit)
+    figures["mini"]["examples"] = examples(options.model, sets)
     options.output.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
     print(table(figures))
 

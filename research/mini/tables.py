@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from data import REAL, SETS
+from data import EVERYDAY, REAL, SETS
 from research.reproduction.tables import FigureFile, ablation_tables
 from rsrank_rag.evaluation.metrics import ScoredQuery, ranking_measures, selection_measures
 from rsrank_rag.evaluation.statistics import estimate_mean
@@ -39,8 +39,12 @@ def family(dataset: str) -> str:
     return dataset.partition(".")[0]
 
 
-SEEN = {family(name) for name in (*SETS, REAL)}
+SEEN = {family(name) for name in (*SETS, EVERYDAY, REAL)}
 """Families of which the training sets have other questions."""
+TYPED = (EVERYDAY, REAL)
+"""Sets of questions as people type them."""
+MULTI_HOP = ("2wiki", "hotpotqa", "musique")
+"""Families whose questions need several passages."""
 
 
 def rows_of(figures: Figures) -> tuple[list[str], list[str]]:
@@ -63,6 +67,15 @@ def values_of(figures: Figures, system: str, metric: str) -> dict[str, float]:
     """Set -> value."""
     rows = figures[system]["sets"]
     return {row["dataset"]: {**row, **row["rules"]["threshold"]}[metric] for row in rows}
+
+
+def by_rule(figures: Figures, system: str, metric: str) -> dict[str, float]:
+    """Set -> value by the system's own rule; answers lost as a share."""
+    values = {}
+    for row in figures[system]["sets"]:
+        value = {**row, **row["rules"]["in_use"]}[metric]
+        values[row["dataset"]] = value / row["answerable"] if metric == "lost" else value
+    return values
 
 
 def columns_of(figures: Figures, metric: str) -> dict[str, dict[str, float]]:
@@ -118,16 +131,62 @@ def lost_answers(figures: Figures, system: str, rule: str) -> float:
     return float(100 * lost / sum(row["answerable"] for row in rows))
 
 
-def overview_table(figures: Figures) -> str:
-    """The README's table: means over families, lost answers, words and off-topic questions."""
-    rows: dict[str, list[float]] = {}
-    for metric, label in (("ndcg@5", "nDCG@5"), ("f1", "F1")):
-        columns = columns_of(figures, metric)
-        for mean, kind in (("mean, seen", "seen"), ("mean, never seen", "not seen")):
-            rows[f"{label}, {kind}"] = [100 * columns[system][mean] for system in figures]
-    rows["answers lost, at the threshold"] = [
-        lost_answers(figures, name, "threshold") for name in figures
+def typed_table(figures: Figures) -> str:
+    """The README's first table: what each rule loses and keeps of typed questions."""
+    own, cosine = list(figures)[:2]
+    rows = {
+        f"**{own}, its rule**": (own, "in_use"),
+        f"{own}, zero alone": (own, "threshold"),
+        f"{own}, top 3": (own, "top3"),
+        f"{cosine}, a rule of the same kind": (cosine, "in_use"),
+        f"{cosine}, a threshold alone": (cosine, "threshold"),
+    }
+    lines = [
+        "| | everyday: answers lost | kept | handbooks, manuals, laws: answers lost | kept |",
+        "|---|--:|--:|--:|--:|",
     ]
+    for label, (system, rule) in rows.items():
+        sets = {row["dataset"]: row for row in figures[system]["sets"]}
+        cells = [label]
+        for name in TYPED:
+            found = sets[name]["rules"][rule]
+            cells.append(_share(found["lost"], sets[name]["answerable"]))
+            cells.append(f"{found['kept']:.1f}")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def shift_table(figures: Figures) -> str:
+    """Ranking and selection with the shift and without it, and the means over kinds of sets."""
+    rows = figures[next(iter(figures))]["shift"]
+    typed = [row for row in rows if row["dataset"] in TYPED]
+    multi_hop = [row for row in rows if family(row["dataset"]) in MULTI_HOP]
+    others = [row for row in rows if row not in typed and row not in multi_hop]
+    lines = [
+        "| set | nDCG@5: with the shift | without | F1 at zero: with | without "
+        "| F1 by the rule: with | without | answers lost: with | without |",
+        f"|---|{'--:|' * 8}",
+    ]
+    labelled = [(row["dataset"], [row]) for row in rows]
+    labelled += [("mean, typed", typed), ("mean, multi-hop", multi_hop), ("mean, others", others)]
+    for label, group in labelled:
+        cells = [label]
+        for key in ("ndcg@5", "f1", "rule f1", "lost"):
+            for name in (key, f"{key} without"):
+                cells.append(f"{100 * statistics.fmean(row[name] for row in group):.1f}")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def overview_table(figures: Figures) -> str:
+    """The README's second table: means over families of the public sets, short queries."""
+    rows: dict[str, list[float]] = {}
+    seen, unseen = rows_of(figures)
+    seen = [name for name in seen if name not in TYPED]
+    for metric, label in (("ndcg@5", "nDCG@5"), ("f1", "F1"), ("lost", "answers lost")):
+        for kind, names in (("seen", seen), ("not seen", unseen)):
+            means = [family_mean(by_rule(figures, each, metric), names) for each in figures]
+            rows[f"{label}, {kind}"] = [100 * mean for mean in means]
     for kind, part, label in (
         ("questions", "found", "a question: wanted passage kept"),
         ("words", "found", "one word: wanted passage kept"),
@@ -301,6 +360,8 @@ def blocks(figures: Figures, ablations: FigureFile) -> dict[str, str]:
         "minilm": ablation_tables(ablations.figures).replace("## ", "### "),
         "mini": table(figures),
         "mini in short": overview_table(figures),
+        "typed": typed_table(figures),
+        "shift": shift_table(figures),
         "rules": rules_table(figures),
         "results": table(figures, tuple(METRICS)),
         "thresholds": threshold_table(figures),

@@ -14,7 +14,7 @@ from scores import run
 from texts import Texts
 
 QUERIES = {EVERYDAY: 120, REAL: 60, MANUALS: 40}
-OTHERS = 8
+OTHERS = 20
 """Queries of each public set."""
 AT_ONCE = 6
 ANSWERS = 60
