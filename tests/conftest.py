@@ -277,7 +277,9 @@ def copy_with(artifact: Path, copy: Path, **fields: object) -> Path:
     shutil.copytree(artifact, copy)
     config = hub.read_config(copy)
     weights = hub.read_weights(copy, config)
-    hub.write_artifact(copy, config.model_copy(update=fields), weights, "")
+    # Graphs are made again at load, because fields may change them.
+    changed = config.model_copy(update={"graphs": {}, **fields})
+    hub.write_artifact(copy, changed, weights, "")
     return copy
 
 
