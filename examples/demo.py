@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from rsrank_rag import RSRank
-from rsrank_rag.cli.ranking import explanation_text, result_text
+from rsrank_rag.cli.ranking import explanation_text
 
 QUERY = "How do honeybees tell each other where the flowers are?"
 
@@ -19,7 +19,7 @@ def main() -> None:
 
     ranker = RSRank.from_pretrained()  # the built-in model "mini"
     result = ranker.rank(QUERY, passages)
-    click.echo(result_text(result))
+    click.echo(result)
     click.echo(f"\n{len(result.kept)} of {len(passages)} passages go to the language model.")
     click.echo("No threshold was tuned: a passage is kept if its score is above zero.\n")
 

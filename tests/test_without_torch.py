@@ -38,7 +38,7 @@ def test_what_the_package_requires_brings_no_torch_and_the_extra_lm_does():
     names = {line.partition(">")[0] for line in PROJECT["dependencies"]}
     assert {"numpy", "onnxruntime", "tokenizers"} <= names
     lm = {line.partition(">")[0] for line in PROJECT["optional-dependencies"]["lm"]}
-    assert lm == {"torch", "transformers", "accelerate"}
+    assert lm >= {"torch", "transformers", "accelerate"}
     assert not names & lm
 
 
