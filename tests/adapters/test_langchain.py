@@ -380,7 +380,7 @@ async def test_a_tool_gives_an_agent_the_relevant_passages_and_their_documents(
     tool = create_rsrank_tool(retriever, "library", "Passages about points.", separator=" | ")
     call = {"name": "library", "args": {"query": "q"}, "id": "1", "type": "tool_call"}
     message = await tool.ainvoke(call) if asynchronous else tool.invoke(call)
-    assert message.content == "3 points\n\n1 points"
+    assert message.content == "3 points | 1 points"
     assert texts(message.artifact) == ["3 points", "1 points"]
     assert tool.description == "Passages about points."
     assert list(tool.args) == ["query"]
