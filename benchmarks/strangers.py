@@ -450,7 +450,7 @@ def odd_bodies() -> Attacks:
 def doors() -> Attacks:
     """Keys, paths and methods."""
     paths = (
-        "/ /health /ready /v1/cluster/auth /v1/models /v1/models/mini /info /metrics /explain "
+        "/ /health /ready /v1/models /v1/models/mini /info /metrics /explain "
         "/v1/rerank /v2/rerank /rerank /v1/ranking /openapi.json /nothing"
     )
     tricks = (

@@ -69,9 +69,9 @@ class Words(Reranker):
 class InThread(ModelProcess):
     """A model in a thread of the test's own process, so that the test can reach the model."""
 
-    pid = os.getpid()
-
     def _launch(self, connection):
+        self.pid = os.getpid()
+
         def run():
             # `kill` sends no tasks.
             with connection, suppress(TypeError, EOFError, OSError):

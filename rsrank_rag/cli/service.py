@@ -10,10 +10,9 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
-from importlib.util import find_spec
 from ipaddress import ip_address
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import click
 from click import option
@@ -23,7 +22,6 @@ from tqdm import tqdm
 from ..adapters.kinds import load as load_reranker
 from ..adapters.kinds import parse
 from ..backends.options import LoadOptions, ModelSource
-from ..errors import InputError
 from ..prefixes.settings import CacheSettings
 from ..service.settings import Options, Settings
 from .options import command, revision_option, system_option
@@ -36,24 +34,17 @@ logger = logging.getLogger(__name__)
 
 STDOUT = 1
 
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
-
 KEYS = "RSRANK_API_KEY"
 """Environment variable with API keys, separated by commas."""
 APPS = json.loads(Path(__file__).parents[1].joinpath("service", "apps.json").read_text("utf-8"))
 """Programs that speak rerank: `Settings.drop`, and what to enter in each."""
 
 
-def load_in_process(source: ModelSource, level: str) -> Reranker:
+def load_in_process(source: ModelSource) -> Reranker:
     """Load the model in the model's process, which logs as the service does."""
     from ..service.logs import configure
 
-    configure(level)
-    if find_spec("transformers"):
-        from transformers.utils import logging as transformers_logging
-
-        transformers_logging.disable_default_handler()
-        transformers_logging.enable_propagation()
+    configure()
     # With dtype="int8" in bfloat16, it logs a line for each product of each layer.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     # The default lock is shared between processes, and leaks when this process is killed.
@@ -61,7 +52,7 @@ def load_in_process(source: ModelSource, level: str) -> Reranker:
     return load_reranker(source)
 
 
-class ServeOptions(Options, frozen=True, use_attribute_docstrings=True):
+class ServeOptions(Options):
     """Options of ``rsrank serve``."""
 
     host: str = "127.0.0.1"
@@ -74,8 +65,6 @@ class ServeOptions(Options, frozen=True, use_attribute_docstrings=True):
     """Tokens that the model scores at a time. A GPU needs more."""
     drop: bool = False
     """Leave out documents not above the native threshold."""
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """Of this package and the server."""
 
 
 @command()
@@ -119,7 +108,7 @@ def serve(
         enter = APPS[program]["enter"]
     source = load.source(model, revision, **dict(cache))
     backend = Scheduler(
-        partial(load_in_process, source, options.log_level.upper()),
+        partial(load_in_process, source),
         model,
         options.queue_tokens,
         options.batch_tokens,
@@ -143,25 +132,24 @@ def run(
     from ..service.server import Server
 
     # The port is taken before the model is loaded, which may take minutes.
-    with _bound(options.host, options.port) as bound:
+    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+    with socket.create_server((options.host, options.port), family=family) as bound:
         name, number = bound.getsockname()[:2]
-        url = address = f"http://{f'[{name}]' if ':' in name else name}:{number}"
-        if ip_address(name).is_unspecified:
-            url = f"http://ADDRESS-OF-THIS-MACHINE:{number}"
+        ip = ip_address(name)
+        if ip.is_unspecified:
+            name = socket.gethostname()
+        url = f"http://{f'[{name}]' if ':' in name else name}:{number}"
         key = "KEY-OF-THIS-SERVICE" if settings.closed else "any"
-
-        def announce() -> None:
-            lines = [f"{backend.name} answers at {address}"]
-            lines += ["  " + line.replace("{url}", url).replace("{key}", key) for line in enter]
-            # Nobody may read standard output, or its disk may be full.
-            with suppress(OSError):
-                os.write(STDOUT, "\n".join([*lines, ""]).encode())
-
-        app = create_app(backend, settings, announce)
-        configure(options.log_level.upper())
+        lines = [f"{backend.name} answers at {url} when it is loaded."]
+        lines += ["  " + line.replace("{url}", url).replace("{key}", key) for line in enter]
+        # Nobody may read standard output, or its disk may be full.
+        with suppress(OSError):
+            os.write(STDOUT, "\n".join([*lines, ""]).encode())
+        app = create_app(backend, settings)
+        configure()
         # The command itself shows in one line why the app does not start.
         logging.getLogger("uvicorn.error").addFilter(lambda _: app.state.failure is None)
-        if not settings.closed and options.host not in LOOPBACK:
+        if not settings.closed and not ip.is_loopback:
             logger.warning("The service listens at %s without an API key.", options.host)
         try:
             Server(app).run(sockets=[bound])
@@ -180,17 +168,6 @@ def open_standard_files() -> None:
         except OSError:
             # The system gives a file the lowest number that is free.
             os.open(os.devnull, os.O_RDWR)
-
-
-def _bound(host: str, port: int) -> socket.socket:
-    """A socket with that address."""
-    try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family)
-    except OSError as error:
-        raise InputError(
-            f"Nobody can listen at {host}, port {port}: {error}. Choose --host and --port."
-        ) from error
 
 
 COMMANDS = (serve,)

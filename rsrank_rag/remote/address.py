@@ -2,11 +2,16 @@
 
 import re
 from typing import Any
-from urllib.parse import urlsplit
 
 from pydantic import SecretStr
 
 from ..errors import InputError
+
+# Scheme, host (or an address of IPv6), port and path; and the path that clients append.
+_ADDRESS = re.compile(
+    r"(?i)(https?://(?:\[[\da-f:.]+\]|[^/?#@:\s.][^/?#@:\s]*)(?::[1-9]\d*)?(?:/[^?#@\s]*?)??)"
+    r"(?:/v1(?:/rerank)?)?/*",
+)
 
 
 class ApiKey(SecretStr):
@@ -44,17 +49,10 @@ def service_address(base_url: str) -> str:
     >>> service_address("http://localhost:8080/v1/")
     'http://localhost:8080'
     """
-    try:
-        url = urlsplit(base_url.strip())
-        # The resolver would encode the host in the same way, only later.
-        url.netloc.encode("idna")
-        has_more = "@" in url.netloc or url.query or url.fragment or url.port == 0
-        is_plain = url.scheme in ("http", "https") and url.hostname and not has_more
-    except (ValueError, AttributeError):
-        is_plain = False
-    if not is_plain:
+    address = _ADDRESS.fullmatch(str(base_url).strip())
+    if address is None:
         raise InputError(
             "base_url must be an address such as http://localhost:8080, without user, password, "
             "query or fragment. A key belongs into api_key."
         )
-    return re.sub(r"(/v1(/rerank)?)?/*$", "", url.geturl().rstrip("/"))
+    return address[1]

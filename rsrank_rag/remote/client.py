@@ -1,20 +1,39 @@
 """A reranker whose model is in a service (``rsrank serve``), which many applications can share."""
 
 import asyncio
-import math
+import logging
+import os
+import random
+import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 
 from pydantic import SecretStr
 from typing_extensions import Unpack
 
-from ..errors import InputError
+from ..errors import RemoteError
 from ..reading.documents import DocumentLike
 from ..reranker import RankCall, RankOptions, RankResult, Reranker, Rule
 from . import connections
 from .address import service_address, usable_key
-from .transport import Transport
-from .wire import parsed, request_body
+from .connections import httpx
+from .wire import error_of, parsed, request_body
+
+logger = logging.getLogger(__name__)
+
+# The environment variable of the API key; of several keys, separated by commas, the first is sent.
+KEY_VARIABLE = "RSRANK_API_KEY"
+
+# Seconds before a request is repeated. They double with each try.
+FIRST_PAUSE = 0.25
+LONGEST_PAUSE = 8.0
+
+# The most bytes of an answer: some for each byte of the request, because each sentence of a
+# document has places and a score, and some more.
+ANSWER_BYTES = 1_000_000
+TIMES_REQUEST = 100
+
+HEADERS = {"Content-Type": "application/json"}
 
 
 class RemoteReranker(Reranker):
@@ -47,14 +66,11 @@ class RemoteReranker(Reranker):
         timeout: float = 60.0,
         max_retries: int = 3,
     ) -> None:
-        if not (0 < timeout < math.inf):
-            raise InputError(f"timeout must be a positive number of seconds, got {timeout!r}.")
-        if max_retries < 0:
-            raise InputError(f"max_retries must be 0 or more, got {max_retries!r}.")
-        key = usable_key(SecretStr(api_key) if isinstance(api_key, str) else api_key)
         self.base_url = service_address(base_url)
         self.model = model
-        self._transport = Transport(self.base_url, key, timeout, max_retries)
+        self.api_key = usable_key(SecretStr(api_key) if isinstance(api_key, str) else api_key)
+        self.timeout = timeout
+        self.max_retries = max_retries
 
     @property
     def threshold(self) -> float | None:  # type: ignore[override]
@@ -88,13 +104,69 @@ class RemoteReranker(Reranker):
         return connections.start(self._rank(RankCall.of(query, documents, options)))
 
     def warm_up(self) -> None:
-        """Wait until the service is ready, check its model, and open a connection."""
-        connections.wait(connections.start(self._transport.send("GET", "/ready")))
+        """Open a connection, and check that the service answers and holds the model."""
         self.rank("", [])
 
     async def _rank(self, call: RankCall) -> RankResult:
         request = request_body(self.model, call)
-        body = await self._transport.send("POST", "/v1/rerank", request)
+        try:
+            body = await asyncio.wait_for(self._send_with_retries(request), self.timeout)
+        except asyncio.TimeoutError as error:
+            raise RemoteError(
+                f"{self.base_url} did not answer in {self.timeout:g} seconds. "
+                "Raise timeout, or send fewer documents."
+            ) from error
         answer, scored = parsed(body, call.texts, self.base_url, self.model)
         native = Rule(answer.threshold, answer.max_gap, answer.fallback)
         return call.result(scored, native, query_truncated=answer.query_truncated)
+
+    async def _send_with_retries(self, body: bytes) -> bytes:
+        """Repeat a request after a transient failure, if there is time for the pause."""
+        end = time.monotonic() + self.timeout
+        retries = 0
+        while True:
+            try:
+                return await self._send(body)
+            except RemoteError as error:
+                # The service's Retry-After, the pause, and a random part, which keeps clients that
+                # failed together from coming back together.
+                pause = min(FIRST_PAUSE * 2**retries, LONGEST_PAUSE)
+                seconds = error.retry_after + pause + random.uniform(0, FIRST_PAUSE)
+                late = time.monotonic() + seconds > end
+                if not error.transient or retries >= self.max_retries or late:
+                    raise
+                logger.info("Trying again in %.2f seconds: %s", seconds, error)
+            await asyncio.sleep(seconds)
+            retries += 1
+
+    async def _send(self, body: bytes) -> bytes:
+        """The body of the answer to a request; raises as the class says."""
+        client = connections.client(asyncio.get_running_loop())
+        url = f"{self.base_url}/v1/rerank"
+        most = ANSWER_BYTES + TIMES_REQUEST * len(body)
+        content = b""
+        try:
+            async with client.stream(
+                "POST", url, content=body, headers=HEADERS, auth=self._authorize
+            ) as response:
+                async for piece in response.aiter_bytes():
+                    content += piece
+                    if len(content) > most:
+                        raise RemoteError(f"{self.base_url} answers with more than {most:,} bytes.")
+        except httpx.RequestError as error:
+            raise RemoteError(
+                f"{self.base_url} could not be reached ({error!r}). "
+                "Is the service running, and base_url right?",
+                transient=isinstance(error, httpx.TransportError),
+            ) from error
+        if response.is_success:
+            return content
+        raise error_of(response, content, self.base_url)
+
+    def _authorize(self, request: httpx.Request) -> httpx.Request:
+        """Add the key, at the last moment, so that no variable of a traceback holds its text."""
+        variable = os.environ.get(KEY_VARIABLE, "").strip(" ,").partition(",")[0]
+        key = self.api_key or usable_key(SecretStr(variable), KEY_VARIABLE)
+        if key is not None:
+            request.headers["Authorization"] = f"Bearer {key.get_secret_value()}"
+        return request

@@ -13,8 +13,6 @@ from functools import lru_cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..errors import InputError
-
 # huggingface-hub requires httpx or httpx2, depending on its version. Both have the same interface.
 # `as httpx` lets other modules import the name from here.
 if TYPE_CHECKING or not find_spec("httpx2"):
@@ -25,7 +23,7 @@ else:
 Result = TypeVar("Result")
 
 # uvicorn closes a connection after 5 idle seconds, and a request that is sent just then fails.
-LIMITS = httpx.Limits(max_connections=100, max_keepalive_connections=100, keepalive_expiry=4.0)
+LIMITS = httpx.Limits(keepalive_expiry=4.0)
 
 # The time limit of a whole call is in `Transport`, so only the connection has one here.
 TIMEOUT = httpx.Timeout(None, connect=5.0)
@@ -59,15 +57,5 @@ def _loop(process: int) -> asyncio.AbstractEventLoop:
 
 @lru_cache
 def client(loop: asyncio.AbstractEventLoop) -> httpx.AsyncClient:
-    """The client of a loop.
-
-    Raises:
-        InputError: The environment's proxy or certificate settings cannot be used.
-    """
-    try:
-        return httpx.AsyncClient(limits=LIMITS, timeout=TIMEOUT)
-    except (ImportError, ValueError, OSError, httpx.InvalidURL) as error:
-        raise InputError(
-            "The environment's proxy or certificate settings (ALL_PROXY, NO_PROXY, "
-            f"SSL_CERT_FILE, ...) cannot be used: {error}"
-        ) from error
+    """The client of a loop."""
+    return httpx.AsyncClient(limits=LIMITS, timeout=TIMEOUT)

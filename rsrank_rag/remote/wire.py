@@ -5,13 +5,19 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from operator import attrgetter
+from textwrap import shorten
 
 from pydantic import BaseModel, Field, ValidationError
 
-from ..errors import RemoteError, problems_of
+from ..errors import InputError, RemoteError, RSRankError, ScoringError, problems_of
 from ..reading.parts import Excerpt, Window
 from ..reranker import Fallback, RankCall, Scored
 from ..texts import encodable
+from .connections import httpx
+
+# Too many requests, no service behind the proxy, not ready. A 504 is not among them: the same
+# request would take as long again.
+TRANSIENT = (429, 502, 503)
 
 
 class _Row(BaseModel, strict=True):
@@ -31,6 +37,13 @@ class Answer(BaseModel, strict=True):
     max_gap: float | None = None
     fallback: Fallback | None = None
     query_truncated: bool = False
+
+
+class _ErrorBody(BaseModel):
+    """Body of an error. A proxy's page gives one without fields."""
+
+    message: str = ""
+    documents: list[dict[str, int | str]] = []
 
 
 def request_body(model: str | None, call: RankCall) -> bytes:
@@ -93,3 +106,24 @@ def parsed(
             "can be trusted."
         )
     return answer, scores
+
+
+def error_of(response: httpx.Response, content: bytes, address: str) -> RSRankError:
+    """The error of an answer that is not a success."""
+    status = response.status_code
+    try:
+        body = _ErrorBody.model_validate_json(content)
+    except ValidationError:
+        body = _ErrorBody()
+    if status == 422 and body.documents:
+        document = body.documents[0]
+        return ScoringError(str(document["message"]), int(document["index"]))
+    message = shorten(body.message, 500).rstrip(".")
+    text = f"{address} answered {status}{': ' if message else ''}{message}."
+    if status < 400 or status in (401, 403, 404, 405):
+        text += " Check base_url, and the key in api_key or RSRANK_API_KEY."
+    if status < 400 or status in (408, *TRANSIENT) or status >= 500:
+        seconds = response.headers.get("Retry-After", "")
+        retry_after = float(seconds) if seconds.isdecimal() else 0.0
+        return RemoteError(text, status, status in TRANSIENT, retry_after)
+    return InputError(text)

@@ -1,17 +1,16 @@
 """The HTTP service: a Starlette app in front of a `Scheduler`."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from pydantic_core import to_json
 
-from .. import __version__
-from ..errors import InputError, RSRankError, needs
+from ..errors import RSRankError, needs, problems_of
 from ..reranker import Pair
 from .messages import Outcome, ServiceError, Work, unavailable
 from .scheduler import Scheduler
@@ -19,16 +18,16 @@ from .scheduler import Scheduler
 with needs("The service needs {}.", "serve", "prometheus_client", "starlette"):
     from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
     from starlette.applications import Starlette
+    from starlette.exceptions import HTTPException
     from starlette.requests import ClientDisconnect, Request
     from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
     from starlette.routing import Route
 
-    from .error_responses import HANDLERS, malformed
     from .metrics import Metrics
-    from .middleware import RequestMiddleware, RequestRecord
+    from .middleware import RequestMiddleware, answer_error
     from .schemas.answers import answer_to
-    from .schemas.request import ExplainRequest, RankRequest
-    from .settings import Settings, keys_of
+    from .schemas.request import RankRequest
+    from .settings import Keys, Settings
 
 __all__ = ["Settings", "create_app"]
 
@@ -40,7 +39,6 @@ RANK_PATHS = (
     "/v2/rerank",
     "/v1/reranking",
     "/rerank",
-    "/reranking",
     "/api/rerank",
     "/v1/ranking",
 )
@@ -49,55 +47,30 @@ RANK_PATHS = (
 # has taken most of these.
 SLICE = 65_536
 
-Body = TypeVar("Body", bound=BaseModel)
-
-
-async def _slices(body: bytes) -> AsyncIterator[bytes]:
-    """A body in slices, so that a client that reads slowly fills no buffer."""
-    for place in range(0, len(body), SLICE):
-        yield body[place : place + SLICE]
-
 
 def json_response(body: bytes) -> Response:
-    """An answer with a body of JSON."""
-    headers = {"content-length": str(len(body))}
-    return StreamingResponse(_slices(body), headers=headers, media_type="application/json")
+    """An answer with a body of JSON, in slices, so that a slow reader fills no buffer."""
+    slices = (body[place : place + SLICE] for place in range(0, len(body), SLICE))
+    return StreamingResponse(slices, media_type="application/json")
 
 
-def create_app(
-    backend: Scheduler,
-    settings: Settings | None = None,
-    when_ready: Callable[[], None] = lambda: None,
-) -> Starlette:
+def create_app(backend: Scheduler, settings: Settings | None = None) -> Starlette:
     """The service: an app that starts and stops a backend.
 
     ``app.state.failure`` is the error with which the backend did not start; None without such an
-    error. The start fails with InputError if ``settings.drop`` is set and the model has no native
-    threshold.
-
-    Args:
-        backend: The model and its queue.
-        settings: What the service allows.
-        when_ready: Called when the model is loaded.
+    error.
 
     Raises:
         InputError: A key cannot be used, or the file of API keys cannot be read or holds no key.
     """
     settings = settings or Settings()
-    # An error in the keys is raised here, and not at the first request.
-    keys_of(settings)
     metrics = Metrics(backend)
+    keys = Keys(settings)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         try:
             await backend.start()
-            if settings.drop and backend.description.rule.threshold is None:
-                raise InputError(
-                    f"{backend.name} has no native threshold, "
-                    "so there is nothing by which to drop documents."
-                )
-            when_ready()
             yield
         except RSRankError as error:
             # The caller that started the app reads the error here, because uvicorn and Ray Serve
@@ -108,11 +81,11 @@ def create_app(
             await backend.stop()
 
     routes = _Service(backend, settings, metrics).routes()
-    app = Starlette(routes=routes, exception_handlers=HANDLERS, lifespan=lifespan)
+    errors: dict[Any, Any] = {ServiceError: answer_error, HTTPException: answer_error}
+    app = Starlette(routes=routes, exception_handlers=errors, lifespan=lifespan)
     app.state.failure = None
     app.state.backend = backend
-    app.state.settings = settings
-    app.add_middleware(RequestMiddleware, settings=settings, metrics=metrics)
+    app.add_middleware(RequestMiddleware, settings=settings, keys=keys, metrics=metrics)
     return app
 
 
@@ -132,16 +105,14 @@ class _Service:
             Route("/health", self.health),
             Route("/ready", self.ready),
             Route("/.well-known/ready", self.ready),
-            Route("/v1/cluster/auth", self.auth),
             Route("/v1/models", self.models),
-            Route("/v1/models/{name:path}", self.model),
             Route("/info", self.info),
         ]
 
     async def rank(self, request: Request) -> Response:
         """Score documents for a query."""
-        record, settings = _record(request), self.settings
-        body = await self._body(request, RankRequest)
+        record, settings = request.state.record, self.settings
+        body = await self._body(request)
         count = len(body.entries)
         if count > settings.max_documents:
             text = f"The request has {count:,} documents; it may have {settings.max_documents:,}."
@@ -158,28 +129,16 @@ class _Service:
 
     async def explain(self, request: Request) -> Response:
         """Take one score apart."""
-        body = await self._body(request, ExplainRequest)
-        (outcome,) = await self._score(request, [Pair(body.query, body.document)], "explain")
-        assert outcome.explanation is not None
-        # The parts of all heads together.
-        return json_response(to_json(replace(outcome.explanation, head_parts=())))
-
-    def _model(self) -> dict[str, Any]:
-        return {
-            "id": self.backend.name,
-            "object": "model",
-            "created": 0,
-            "owned_by": "rsrank-rag",
-            "model_type": "rerank",
-        }
+        body = await self._body(request)
+        if len(body.entries) != 1:
+            raise ServiceError(400, "One document can be explained at a time.")
+        (outcome,) = await self._score(request, [Pair(body.query, body.entries[0])], "explain")
+        return json_response(to_json(outcome.explanation))
 
     async def models(self, request: Request) -> Response:
         """The model that is served, as OpenAI and NVIDIA list models."""
-        return JSONResponse({"object": "list", "data": [self._model()]})
-
-    async def model(self, request: Request) -> Response:
-        """The model that is served, under any name. Clients of Xinference ask for it."""
-        return JSONResponse(self._model())
+        model = {"id": self.backend.name, "object": "model"}
+        return JSONResponse({"object": "list", "data": [model]})
 
     async def info(self, request: Request) -> Response:
         """The model and the service's limits. Clients of TEI read some of the fields."""
@@ -189,8 +148,6 @@ class _Service:
             "model_type": {"reranker": {"id2label": {}, "label2id": {}}},
             "threshold": model.rule.threshold,
             "explains": model.explains,
-            "max_client_batch_size": self.settings.max_documents,
-            "version": __version__,
         }
         # Dify's plugin for TEI fails on a null.
         if model.max_tokens is not None:
@@ -201,15 +158,10 @@ class _Service:
         """Whether the service is alive."""
         return JSONResponse({"status": "ok"})
 
-    async def auth(self, request: Request) -> Response:
-        """Whether requests need a key. Clients of Xinference ask for it."""
-        return JSONResponse({"auth": self.settings.closed})
-
     async def ready(self, request: Request) -> Response:
         """Whether requests are answered."""
-        reason = self.backend.readiness()
-        if reason is not None:
-            raise unavailable(reason)
+        if not self.backend.is_ready:
+            raise unavailable()
         return JSONResponse({"status": "ready"})
 
     async def metrics_page(self, request: Request) -> Response:
@@ -220,24 +172,20 @@ class _Service:
         """A page to try the model on."""
         return FileResponse(PAGE)
 
-    async def _body(self, request: Request, kind: type[Body]) -> Body:
+    async def _body(self, request: Request) -> RankRequest:
         """Read and validate a body, or raise the error that answers the request."""
         if "json" not in request.headers.get("content-type", ""):
             raise ServiceError(400, "The body must be sent with Content-Type: application/json.")
         try:
-            body = await asyncio.wait_for(self._read(request), self._seconds_left(request))
-            return kind.model_validate_json(body)
+            return RankRequest.model_validate_json(await self._read(request))
         except ClientDisconnect:
             raise ServiceError(499, "The client has left.") from None
-        except asyncio.TimeoutError:
-            text = f"The body did not arrive in {self.settings.timeout:g} seconds."
-            raise ServiceError(408, text) from None
         except ValidationError as error:
-            raise malformed(error) from None
+            raise ServiceError(400, f"The body is no request. {problems_of(error)}.") from None
 
     async def _read(self, request: Request) -> bytes:
         """A body, whose bytes are counted before they are in memory."""
-        record, most = _record(request), self.settings.max_body
+        record, most = request.state.record, self.settings.max_body
         # A body that comes in chunks announces no length.
         announced = int(request.headers.get("content-length", "0"))
         body = bytearray()
@@ -249,33 +197,27 @@ class _Service:
             record.take_bytes(size - record.bytes)
         return bytes(body)
 
-    def _seconds_left(self, request: Request) -> float:
-        """Seconds until a request's time is up."""
-        return max(0.001, self.settings.timeout - _record(request).seconds)
-
     async def _score(
         self, request: Request, pairs: Sequence[Pair], work: Work = "score"
     ) -> list[Outcome]:
         """Have the backend score pairs. If the client leaves, the work is cancelled.
 
-        The time that the request has taken so far counts towards its timeout.
-
         Raises:
             ServiceError: As `Scheduler.score`; or pairs have no score (status 422, or 500 if the
                 model failed on each of them).
         """
-        record = _record(request)
-        record.fields["documents"] = len(pairs)
-        seconds = self._seconds_left(request)
-        score = asyncio.ensure_future(
-            self.backend.score(pairs, client=record.client, timeout=seconds, work=work)
-        )
+        record = request.state.record
+        record.documents = len(pairs)
+        score = asyncio.ensure_future(self.backend.score(pairs, record.client, work))
         # The message after a body says that the client has left.
         gone = asyncio.ensure_future(request.receive())
         gone.add_done_callback(lambda _: score.cancel())
         try:
             outcomes = await score
         except asyncio.CancelledError:
+            # If the client is there, the time is up.
+            if not gone.done():
+                raise
             raise ServiceError(499, "The client has left.") from None
         finally:
             gone.cancel()
@@ -288,8 +230,3 @@ class _Service:
         if text[0].isupper():
             raise ServiceError(status, text)
         raise ServiceError(status, f"Document {first} {text}", faults)
-
-
-def _record(request: Request) -> RequestRecord:
-    record: RequestRecord = request.state.record
-    return record

@@ -1,6 +1,7 @@
 """The work of the model's process: cuts documents into parts, and scores the parts."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -11,16 +12,9 @@ from ..ranking.results import Scored
 from ..reranker import Pair, Reranker
 from .messages import Description, Outcome, Parts, Task
 
-# Queries whose readable part is remembered.
-QUERIES = 64
-
 
 class ProcessLostError(RSRankError):
-    """The model's process died, or did not answer in time."""
-
-
-class DeviceLostError(ProcessLostError):
-    """The device does not answer any more in this process; it may answer in a new one."""
+    """The model's process died, did not answer in time, or has lost its device."""
 
 
 @dataclass
@@ -30,15 +24,14 @@ class Engine:
     reranker: Reranker
 
     def __post_init__(self) -> None:
-        self._fit_query = lru_cache(QUERIES)(self.reranker.fit_query)
+        self._fit_query = lru_cache(self.reranker.fit_query)
 
     def describe(self) -> Description:
         """The model that is served."""
         reranker = self.reranker
-        try:
+        max_tokens = None
+        with suppress(InputError):
             max_tokens = reranker.token_ends("")[1]
-        except InputError:
-            max_tokens = None
         explains = type(reranker).explain is not Reranker.explain
         return Description(reranker.native_rule, explains, max_tokens, reranker.long_documents)
 
@@ -46,7 +39,7 @@ class Engine:
         """Do tasks of any clients: `Parts` for each section to cut, an `Outcome` for each pair.
 
         Raises:
-            DeviceLostError: Nothing more can be scored in this process.
+            ProcessLostError: Nothing more can be scored in this process.
         """
         results: dict[Task, Any] = {}
         for work in (self.cut, self.score, self.explain):
@@ -97,8 +90,7 @@ def _halved(work: Callable[[Sequence[Task]], list[Any]], tasks: Sequence[Task]) 
     if not tasks:
         return []
     try:
-        values = work(tasks)
-        return [value for _, value in zip(tasks, values, strict=True)]
+        return work(tasks)
     except KeyboardInterrupt:
         raise
     # A panic in Rust and sys.exit() are no Exception.
@@ -106,7 +98,7 @@ def _halved(work: Callable[[Sequence[Task]], list[Any]], tasks: Sequence[Task]) 
         # After most errors, CUDA refuses everything.
         text = str(error)
         if "CUDA error: " in text and "out of memory" not in text:
-            raise DeviceLostError(f"The device is lost: {text.splitlines()[0]}") from error
+            raise ProcessLostError(f"The device is lost: {text.splitlines()[0]}") from error
         if len(tasks) == 1:
             return [_failure(error)]
     middle = len(tasks) // 2

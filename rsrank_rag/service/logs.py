@@ -10,8 +10,7 @@ from typing import Any
 
 STDERR = 2
 
-# Characters of a message and of a traceback, so that a pipe which takes a line takes all of it.
-MOST_MESSAGE = 1_000
+# Characters of a traceback: a pipe that takes anything takes all of a line with so many.
 MOST_TRACEBACK = 2_000
 
 
@@ -38,7 +37,7 @@ def line_of(record: logging.LogRecord) -> str:
         "time": logging.Formatter().formatTime(record),
         "level": record.levelname,
         "logger": record.name,
-        "message": record.getMessage()[:MOST_MESSAGE],
+        "message": record.getMessage(),
         **getattr(record, "fields", {}),
     }
     if record.exc_info and record.exc_info[0]:
@@ -47,14 +46,12 @@ def line_of(record: logging.LogRecord) -> str:
     return json.dumps(line)
 
 
-def configure(level: str) -> None:
+def configure() -> None:
     """Write the logs and warnings of this process to standard error as lines of JSON.
 
-    Args:
-        level: The lowest level, such as ``INFO``, of lines of this package and of uvicorn. Other
-            packages write warnings and errors only.
+    This package and uvicorn write lines of INFO and above, other packages warnings and errors.
     """
     logging.basicConfig(level=logging.WARNING, handlers=[StderrHandler()], force=True)
     for name in ("rsrank_rag", "uvicorn"):
-        logging.getLogger(name).setLevel(level)
+        logging.getLogger(name).setLevel(logging.INFO)
     logging.captureWarnings(True)

@@ -17,7 +17,7 @@ Work = Literal["cut", "score", "explain"]
 score the document whole, or take its score apart."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Task:
     """Work on one pair for the model's process.
 
@@ -33,7 +33,7 @@ Parts = Sequence[tuple[Span, int]]
 """A section that has been cut: its parts, in characters of the document, and their costs."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Outcome:
     """A pair's score, or the reason why the pair has none.
 
@@ -53,7 +53,7 @@ class Outcome:
     model_failed: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Description:
     """The model that is served.
 
@@ -74,27 +74,29 @@ class ServiceError(RSRankError):
     """A request that gets an HTTP error.
 
     Attributes:
-        status: HTTP's.
+        status_code: HTTP's.
+        detail: What is wrong.
         documents: What is wrong with documents, by their numbers.
-        retry_after: Seconds after which another try makes sense; None if it makes none.
+        headers: More headers of the response, such as how long to wait before another try.
     """
 
     def __init__(
         self,
-        status: int,
-        message: str,
+        status_code: int,
+        detail: str,
         documents: Mapping[int, str] = {},
-        retry_after: int | None = None,
+        headers: Mapping[str, str] = {},
     ) -> None:
-        super().__init__(message)
-        self.status = status
+        super().__init__(detail)
+        self.status_code = status_code
+        self.detail = detail
         self.documents = documents
-        self.retry_after = retry_after
+        self.headers = headers
 
 
-def unavailable(message: str) -> ServiceError:
+def unavailable() -> ServiceError:
     """The error of a service that is starting, stopping, or without a model."""
-    return ServiceError(503, message, retry_after=5)
+    return ServiceError(503, "The service is starting or stopping.", headers={"Retry-After": "5"})
 
 
 class Budget:
@@ -123,7 +125,7 @@ class Budget:
             raise ServiceError(413, text)
         if self.taken[client] + amount > most or self.taken.total() + amount > self.limit:
             text = f"Too many {self.unit} are in use. Try again later, or send less at a time."
-            raise ServiceError(429, text, retry_after=1)
+            raise ServiceError(429, text, headers={"Retry-After": "1"})
         self.taken[client] += amount
 
     def give_back(self, client: str, amount: int) -> None:

@@ -8,8 +8,6 @@ from prometheus_client.registry import Collector
 
 from .scheduler import Scheduler
 
-SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-
 COUNTERS = {
     "documents": "Documents of answered requests.",
     "tokens": "Tokens read.",
@@ -23,6 +21,7 @@ COUNTERS = {
 }
 
 GAUGES = {
+    "ready": "1 if requests are answered.",
     "waiting_documents": "Documents of requests without an answer.",
     "prefix_device_bytes": "Size of the prefixes in memory.",
     "prefix_device_limit": "Most bytes of prefixes in memory.",
@@ -47,15 +46,12 @@ class Metrics(Collector):
             "rsrank_request_seconds",
             "Time from a request's arrival to its answer.",
             ("route", "status"),
-            buckets=SECONDS,
             registry=self.registry,
         )
 
     def collect(self) -> Iterator[Metric]:
         """Every counter and level of the backend."""
         stats = self.backend.stats()
-        is_ready = float(self.backend.readiness() is None)
-        yield GaugeMetricFamily("rsrank_ready", "1 if requests are answered.", is_ready)
         for name, text in COUNTERS.items():
             yield CounterMetricFamily(f"rsrank_{name}", text, stats[name])
         for name, text in GAUGES.items():

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..errors import RSRankError
 from ..reranker import Reranker
-from .engine import DeviceLostError, Engine, ProcessLostError
+from .engine import Engine, ProcessLostError
 from .messages import Description, Task
 
 logger = logging.getLogger(__name__)
@@ -40,16 +40,17 @@ def answer_calls(connection: Connection, make: Callable[[], Reranker]) -> None:
     try:
         engine = Engine(make())
     except Exception as error:
-        logger.exception("The model could not be loaded.")
-        text = f"The model could not be loaded ({type(error).__name__}: {error})."
-        connection.send(error if isinstance(error, RSRankError) else RSRankError(text))
+        if not isinstance(error, RSRankError):
+            text = f"The model could not be loaded ({type(error).__name__}: {error})."
+            error = RSRankError(text)
+        connection.send(error)
         return
     connection.send(engine.describe())
     while True:
         tasks = connection.recv()
         try:
             connection.send((engine.run(tasks), engine.reranker.stats()))
-        except DeviceLostError as error:
+        except ProcessLostError as error:
             connection.send(error)
             return
 
@@ -88,13 +89,10 @@ class ModelProcess:
 
     def __init__(self, make: Callable[[], Reranker]) -> None:
         self.make = make
+        # The process's number; None if there is no process.
+        self.pid: int | None = None
         self._process: Any = None
         self._connection: Any = None
-
-    @property
-    def pid(self) -> int | None:
-        """The process's number; None if there is no process."""
-        return None if self._process is None else self._process.pid
 
     async def start(self) -> Description:
         """Load the model in a new process, instead of one that is gone.
@@ -115,6 +113,7 @@ class ModelProcess:
         )
         process.start()
         connection.close()
+        self.pid = process.pid
         return process
 
     async def run(self, tasks: Sequence[Task]) -> Any:
@@ -148,4 +147,4 @@ class ModelProcess:
         if self._process is not None:
             self._process.kill()
             self._process.join(KILL_SECONDS)
-            self._process = None
+            self._process = self.pid = None

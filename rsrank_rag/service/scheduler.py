@@ -12,7 +12,7 @@ from contextlib import suppress
 
 from ..reranker import Pair, Reranker
 from .engine import ProcessLostError
-from .messages import Description, Outcome, ServiceError, Work, unavailable
+from .messages import Description, Outcome, Work, unavailable
 from .model_process import ModelProcess
 from .work_queue import WorkQueue
 
@@ -20,9 +20,6 @@ logger = logging.getLogger(__name__)
 
 # Seconds without work after which the model's process is asked for a sign of life.
 IDLE_SECONDS = 1.0
-
-# Seconds from one look at the queue to the next, when the service stops.
-WAIT_SECONDS = 0.05
 
 # Seconds before a model that could not be loaded is tried again.
 PAUSE_SECONDS = 5.0
@@ -51,20 +48,22 @@ class Scheduler:
         self.description: Description
         # Set by the server at SIGTERM. Requests in flight are answered, and /ready is 503.
         self.is_ending = False
-        self._trouble = "The service has not been started."
+        self._is_loaded = False
         self._queue = WorkQueue(queue_tokens, batch_tokens)
         self._work = asyncio.Event()
         self._runner: asyncio.Task[None] | None = None
         self._counts = Counter[str]()
         self._model_stats: Mapping[str, int] = {}
 
-    def readiness(self) -> str | None:
-        """None if requests are answered; else the reason."""
-        return "The service is stopping." if self.is_ending else self._trouble or None
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests are answered."""
+        return self._is_loaded and not self.is_ending
 
     def stats(self) -> Counter[str]:
         """The scheduler's and the reranker's numbers, by name; `metrics` describes each of them."""
         stats = Counter({f"prefix_{name}": n for name, n in self._model_stats.items()})
+        stats["ready"] = int(self.is_ready)
         stats["waiting_documents"] = sum(len(one.outcomes) for one in self._queue.requests)
         return stats + self._counts
 
@@ -79,13 +78,13 @@ class Scheduler:
 
     async def _load(self) -> None:
         self.description = await self.model.start()
-        self._trouble = ""
+        self._is_loaded = True
 
     async def stop(self) -> None:
         """Finish what is there, and end the model's process."""
         self.is_ending = True
         while self._queue.requests:
-            await asyncio.sleep(WAIT_SECONDS)
+            await asyncio.sleep(0.05)
         self.abort()
 
     def abort(self) -> None:
@@ -97,11 +96,7 @@ class Scheduler:
         self.model.kill()
 
     async def score(
-        self,
-        pairs: Sequence[Pair],
-        client: str = "",
-        timeout: float = 60.0,
-        work: Work = "score",
+        self, pairs: Sequence[Pair], client: str = "", work: Work = "score"
     ) -> list[Outcome]:
         """One outcome for each pair, in input order. Cancelling the call cancels the work.
 
@@ -110,32 +105,25 @@ class Scheduler:
         Args:
             pairs: What to score.
             client: Who waits for the scores.
-            timeout: Seconds after which to give up.
             work: Whether the scores are taken apart, too.
 
         Raises:
-            ServiceError: Too much waits, or the pairs are too many (`WorkQueue.add`); time was up
-                (status 504); or the service is stopping or has not been started (503).
+            ServiceError: Too much waits, or the pairs are too many (`WorkQueue.add`); or the
+                service is stopping or has not been started (status 503).
         """
         if self._runner is None:
-            raise unavailable(f"No requests are taken. {self.readiness()}")
+            raise unavailable()
         if not pairs:
             return []
         request = self._queue.add(client, pairs, self.description.max_tokens, work)
         self._work.set()
         try:
-            await asyncio.wait_for(asyncio.shield(request.answer), timeout)
-        except asyncio.TimeoutError:
-            text = f"There was no answer in {timeout:.4g} seconds; the work has been cancelled."
-            raise ServiceError(504, text) from None
+            await request.answer
         finally:
             self._queue.remove(request)
         self._counts["documents"] += len(pairs)
         # In a thread, because a document may have thousands of sentences.
-        outcomes = await asyncio.to_thread(
-            lambda: {pair: request.outcome(pair) for pair in request.outcomes}
-        )
-        return [outcomes[pair] for pair in pairs]
+        return await asyncio.to_thread(lambda: [request.outcome(pair) for pair in pairs])
 
     async def _run(self) -> None:
         """Run batches until the end. No error ends the loop, because all requests depend on it."""
@@ -152,8 +140,7 @@ class Scheduler:
             try:
                 results, self._model_stats = await self.model.run([item.task for item in batch])
             except ProcessLostError as error:
-                logger.error("%s", error)
-                self._trouble = "The model's process has died and is being replaced."
+                logger.error(error)
                 self._queue.put_back(batch)
                 continue
             except Exception:
@@ -165,6 +152,7 @@ class Scheduler:
                     self._counts["tokens"] += result.scored.tokens
 
     async def _replace_model(self) -> None:
+        self._is_loaded = False
         self._counts["restarts"] += 1
         try:
             await self._load()
@@ -172,5 +160,4 @@ class Scheduler:
         except Exception as error:
             logger.error("The model's process could not be replaced: %s", error)
             # The cause may pass, such as a device that is still full.
-            self._trouble = "The model's process died and could not be replaced; the log says why."
             await asyncio.sleep(PAUSE_SECONDS)

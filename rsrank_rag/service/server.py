@@ -1,10 +1,9 @@
-"""The HTTP server before the app: uvicorn with limits.
+"""The HTTP server before the app: uvicorn, and how it ends.
 
 Slow heads, slow readers and floods of connections are a reverse proxy's business: see
 docs/serving.md and examples/nginx.conf.
 """
 
-import math
 from types import FrameType
 
 from ..errors import needs
@@ -12,18 +11,6 @@ from ..errors import needs
 with needs("The service needs {}.", "serve", "starlette", "uvicorn"):
     import uvicorn
     from starlette.applications import Starlette
-
-# Connections and requests at a time. Above that, requests are answered with status 503.
-CONNECTIONS = 1000
-
-# Seconds that a connection stays open after an answer.
-IDLE_SECONDS = 5
-
-# Bytes of a request's head. The longest header that clients send is a key or a trace.
-HEAD_BYTES = 16_384
-
-# Seconds that a request in flight has beyond its timeout, when the service stops.
-GRACE = 5
 
 
 class Server(uvicorn.Server):
@@ -35,19 +22,9 @@ class Server(uvicorn.Server):
 
     def __init__(self, app: Starlette) -> None:
         self.backend = app.state.backend
-        config = uvicorn.Config(
-            app,
-            http="h11",
-            ws="none",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            limit_concurrency=CONNECTIONS,
-            timeout_keep_alive=IDLE_SECONDS,
-            h11_max_incomplete_event_size=HEAD_BYTES,
-            timeout_graceful_shutdown=math.ceil(app.state.settings.timeout) + GRACE,
+        super().__init__(
+            uvicorn.Config(app, http="h11", ws="none", log_config=None, access_log=False)
         )
-        super().__init__(config)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin to stop the server.

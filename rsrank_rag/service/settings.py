@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 # Input is hidden in errors, because it may be a key.
-class Options(BaseModel, frozen=True, hide_input_in_errors=True, use_attribute_docstrings=True):
+class Options(BaseModel, hide_input_in_errors=True, use_attribute_docstrings=True):
     """Settings that are also options of ``rsrank serve``."""
 
     api_key_file: Path | None = None
@@ -29,7 +29,7 @@ class Options(BaseModel, frozen=True, hide_input_in_errors=True, use_attribute_d
     """Scores from 0 to 1; 0.5: the native threshold."""
 
 
-class Settings(Options, frozen=True, extra="forbid"):
+class Settings(Options, extra="forbid"):
     """What the service allows, and how it answers unless a request says otherwise."""
 
     api_keys: tuple[SecretStr, ...] = ()

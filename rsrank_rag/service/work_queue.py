@@ -6,6 +6,7 @@ of the client that has had the fewest tokens of the model while it waited.
 """
 
 import asyncio
+import math
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,14 +15,11 @@ from ..ranking.pairs import combined, parts_of, sections_of
 from ..reading.parts import Span
 from ..reranker import Pair
 from ..texts import CHARACTERS_PER_TOKEN
-from .messages import Budget, Outcome, Parts, ServiceError, Task, Work
+from .messages import Budget, Outcome, Parts, Task, Work
 
 # Characters that are cut in the time in which the model runs one token: about those of `mini` on
 # one core.
 CUT_PER_TOKEN = 50
-
-# An item on which the model's process has died so often is answered with an error.
-MOST_DEATHS = 2
 
 
 @dataclass(eq=False)
@@ -34,8 +32,7 @@ class QueuedRequest:
         answer: Done when each pair has an outcome.
         items: What is neither running nor done.
         outcomes: For each distinct pair, the outcomes of its parts by their spans.
-        cost: Tokens of all items, also of those that are done. Before a document is cut, its
-            tokens are estimated from its characters.
+        tokens: Tokens of the queries and documents, estimated from their characters.
         pending: Number of items that are not done.
     """
 
@@ -44,7 +41,7 @@ class QueuedRequest:
     answer: "asyncio.Future[None]"
     items: "deque[QueueItem]" = field(default_factory=deque)
     outcomes: dict[Pair, dict[Span, Outcome]] = field(default_factory=dict)
-    cost: int = 0
+    tokens: int = 0
     pending: int = 0
 
     def outcome(self, pair: Pair) -> Outcome:
@@ -61,7 +58,7 @@ class QueuedRequest:
         return replace(outcome, scored=combined(pair, spans, scored))
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False)
 class QueueItem:
     """A task of a request.
 
@@ -70,16 +67,14 @@ class QueueItem:
         pair: The query and the whole document.
         task: What the model's process does.
         cost: The tokens that the model runs in the time of the task.
-        estimate: For a section that is not cut yet, the tokens of its parts.
-        deaths: How often the model's process died on the task.
+        has_died: Whether the model's process has died on the task.
     """
 
     request: QueuedRequest
     pair: Pair
     task: Task
     cost: int
-    estimate: int = 0
-    deaths: int = 0
+    has_died: bool = False
 
 
 class WorkQueue:
@@ -122,11 +117,10 @@ class WorkQueue:
                     tokens = min(tokens, max_tokens or tokens)
                 tokens += len(pair.query) // CHARACTERS_PER_TOKEN + 1
                 task = Task(pair, "cut", section)
-                item = QueueItem(request, pair, task, 1 + size // CUT_PER_TOKEN, tokens)
-                request.items.append(item)
-                request.cost += item.cost + item.estimate
+                request.items.append(QueueItem(request, pair, task, 1 + size // CUT_PER_TOKEN))
+                request.tokens += tokens
         request.pending = len(request.items)
-        self.budget.take(client, request.cost)
+        self.budget.take(client, request.tokens)
         self.requests.append(request)
         self._had.setdefault(client, min(self._had.values(), default=0))
         return request
@@ -134,7 +128,7 @@ class WorkQueue:
     def remove(self, request: QueuedRequest) -> None:
         """Forget a request with its items, answered or not."""
         self.requests.remove(request)
-        self.budget.give_back(request.client, request.cost)
+        self.budget.give_back(request.client, request.tokens)
         if all(other.client != request.client for other in self.requests):
             del self._had[request.client]
         request.answer.cancel()
@@ -143,53 +137,44 @@ class WorkQueue:
         """Take the items of a batch out of the queue."""
         batch: list[QueueItem] = []
         left = self.batch_tokens
-
-        def fits(item: QueueItem) -> bool:
-            return not batch or (item.cost <= left and not item.deaths and not batch[0].deaths)
-
-        while ready := [one for one in self.requests if one.items and fits(one.items[0])]:
+        while True:
+            # The first item of a batch may have any cost.
+            most = left if batch else math.inf
+            ready = [one for one in self.requests if one.items and one.items[0].cost <= most]
+            if not ready:
+                return batch
             request = min(ready, key=lambda one: self._had[one.client])
             item = request.items.popleft()
             batch.append(item)
             left -= item.cost
             self._had[request.client] += item.cost
-        return batch
 
     def put_back(self, batch: Sequence[QueueItem]) -> None:
         """Put the items of a batch on which the model's process died before the others."""
         error = Outcome(error="ended the model's process, twice.", model_failed=True)
         for item in reversed(batch):
-            item.deaths += 1
-            if item.deaths >= MOST_DEATHS:
+            if item.has_died:
                 self.finish([item], [error])
             else:
+                item.has_died = True
+                # It fills a batch, and so it runs alone.
+                item.cost = self.batch_tokens
                 item.request.items.appendleft(item)
 
     def finish(self, batch: Sequence[QueueItem], results: Sequence[Parts | Outcome]) -> None:
         """Take the results of a batch. `Parts` become items, before the others of the request."""
         for item, result in zip(reversed(batch), reversed(results), strict=True):
-            request = item.request
+            request, pair = item.request, item.pair
             if request.answer.done():
                 continue
             request.pending -= 1
             if isinstance(result, Outcome):
-                request.outcomes[item.pair][item.task.section] = result
+                request.outcomes[pair][item.task.section] = result
             else:
-                self._add_parts(item, result)
-            if not request.pending and not request.answer.done():
+                request.pending += len(result)
+                for span, cost in reversed(result):
+                    (part,) = parts_of(pair, [span])
+                    task = Task(part, request.work, span)
+                    request.items.appendleft(QueueItem(request, pair, task, cost))
+            if not request.pending:
                 request.answer.set_result(None)
-
-    def _add_parts(self, item: QueueItem, parts: Parts) -> None:
-        request, pair = item.request, item.pair
-        more = sum(cost for _, cost in parts) - item.estimate
-        try:
-            self.budget.take(request.client, more, request.cost)
-        except ServiceError as error:
-            request.answer.set_exception(error)
-            return
-        request.cost += more
-        request.pending += len(parts)
-        for span, cost in reversed(parts):
-            (part,) = parts_of(pair, [span])
-            part_item = QueueItem(request, pair, Task(part, request.work, span), cost)
-            request.items.appendleft(part_item)

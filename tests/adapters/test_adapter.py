@@ -779,8 +779,8 @@ def test_the_address_survives_every_way_of_writing_it_down_and_the_key_none(adap
     for found in (*with_key, *without_key):
         assert found.model_dump() == settings
         assert found._remote().base_url == "http://rerank.internal:8000"
-        assert found._remote()._transport.timeout == 5.0
-        assert found._remote()._transport.max_retries == 1
+        assert found._remote().timeout == 5.0
+        assert found._remote().max_retries == 1
     assert {found.api_key.get_secret_value() for found in with_key} == {SECRET}
     assert {found.api_key for found in without_key} == {None}
 

@@ -13,7 +13,7 @@ from service_helpers import Words, address_of, scheduler
 
 from rsrank_rag.ranking.explanation import Explanation
 from rsrank_rag.service.app import RANK_PATHS
-from rsrank_rag.service.schemas.request import ExplainRequest, RankRequest
+from rsrank_rag.service.schemas.request import RankRequest
 
 load_all_checks()
 
@@ -60,7 +60,7 @@ def described(body):
 
 COMPONENTS = {}
 PATHS = {path: described(RankRequest) for path in RANK_PATHS}
-PATHS["/explain"] = described(ExplainRequest)
+PATHS["/explain"] = described(RankRequest)
 schema = schemathesis.openapi.from_dict(
     {
         "openapi": "3.1.0",

@@ -200,18 +200,19 @@ def test_what_to_enter_is_printed_with_an_address_that_leads_to_the_service(
         async def start():
             app = self.config.app
             async with app.router.lifespan_context(app):
-                pass
+                return
 
         asyncio.run(start())
 
     monkeypatch.setattr(Server, "run", run)
-    monkeypatch.setattr("rsrank_rag.service.logs.configure", lambda level: None)
+    monkeypatch.setattr("rsrank_rag.service.logs.configure", lambda: None)
     enter = ["Base URL: {url}/v1; API Key: {key}"]
     options = ServeOptions(host=host, port=0)
     cli_service.run(scheduler(Numbers()), Settings(api_keys=keys), options, enter)
-    address, line = re.fullmatch(r"fake answers at (\S+)\n(.*)\n", capfd.readouterr().out).groups()
+    first, line = capfd.readouterr().out.splitlines()
+    url = re.fullmatch(r"fake answers at (http://\S+:\d+) when it is loaded\.", first)[1]
     # A program elsewhere would take 0.0.0.0 for its own machine.
-    url = address.replace("0.0.0.0", "ADDRESS-OF-THIS-MACHINE")
+    assert "0.0.0.0" not in url
     # Another key would be refused.
     assert line == f"  Base URL: {url}/v1; API Key: {'KEY-OF-THIS-SERVICE' if keys else 'any'}"
 

@@ -233,18 +233,6 @@ def test_llama_indexs_siliconflow_rerank(service, dropping):
         assert postprocess(rerank) == BEST_FIRST[:count]
 
 
-def test_llama_indexs_xinference_rerank(open_service, dropping):
-    library = llama_index("xinference_rerank")
-    assert (
-        postprocess(library.XinferenceRerank(base_url=open_service, model="any", top_n=3))
-        == BEST_FIRST[:3]
-    )
-    assert (
-        postprocess(library.XinferenceRerank(base_url=dropping, model="any", top_n=3))
-        == BEST_FIRST[:2]
-    )
-
-
 # Others
 
 
@@ -278,14 +266,3 @@ def test_the_api_ranker_of_rerankers(service, provider, path):
     ranker = library.APIRanker("any", KEY, provider, verbose=0, url=service + path)
     found = ranker.rank("q", TEXTS)
     assert [(row.document.doc_id, row.score) for row in found.results] == BEST_FIRST
-
-
-@pytest.mark.parametrize("key", [None, KEY])
-def test_xinferences_client(open_service, service, key):
-    library = pytest.importorskip("xinference_client")
-    model = library.RESTfulClient(open_service if key is None else service, api_key=key).get_model(
-        "any"
-    )
-    found = model.rerank(TEXTS, "q", top_n=2, return_documents=True)
-    assert [(row["index"], row["relevance_score"]) for row in found["results"]] == BEST_FIRST[:2]
-    assert found["results"][0]["document"]["text"] == "3 three"

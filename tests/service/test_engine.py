@@ -9,7 +9,7 @@ from rsrank_rag.errors import InputError, ScoringError
 from rsrank_rag.ranking.explanation import Explanation
 from rsrank_rag.reading.parts import Reading
 from rsrank_rag.reranker import Pair, Scored
-from rsrank_rag.service.engine import DeviceLostError, Engine
+from rsrank_rag.service.engine import Engine, ProcessLostError
 from rsrank_rag.service.messages import Task
 
 
@@ -90,7 +90,7 @@ def test_whatever_the_model_does_on_one_document_the_others_get_their_scores(bad
 
 
 def test_a_lost_device_and_ctrl_c_concern_all():
-    with pytest.raises(DeviceLostError, match="device-side assert triggered"):
+    with pytest.raises(ProcessLostError, match="device-side assert triggered"):
         Engine(Numbers()).run(tasks(1, "lost"))
 
 

@@ -63,7 +63,7 @@ def is_closed(connection):
     return True
 
 
-@pytest.mark.parametrize("size", [30_000, 3_000_000])
+@pytest.mark.parametrize("size", [100_000, 3_000_000])
 def test_a_head_beyond_the_limit_is_not_read_to_its_end(size):
     with address_of(scheduler(Numbers())) as url, connected(url) as connection:
         try:
@@ -117,14 +117,6 @@ async def test_an_answer_to_a_flood_of_small_values_is_short(entry):
 # Names, keys, messages
 
 
-@pytest.mark.parametrize("path", ["/", "/health", "/nothing", "/info"])
-async def test_every_answer_forbids_guessing_its_type_and_framing_it(path):
-    async with serving(api_keys=["k"]) as http:
-        found = (await http.get(path)).headers
-    assert found["x-content-type-options"] == "nosniff"
-    assert "frame-ancestors 'none'" in found["content-security-policy"]
-
-
 class Telling(Numbers):
     """Has an error of ours that names a file."""
 
@@ -140,7 +132,7 @@ class Telling(Numbers):
 async def test_what_goes_wrong_inside_is_told_to_the_log_only(caplog):
     async with serving(Telling()) as http:
         answers = [
-            await http.post("/explain", json={"query": "q", "document": "d"}),
+            await http.post("/explain", json={"query": "q", "documents": ["d"]}),
             await http.post("/v1/rerank", json={"query": "q", "documents": ["tell", "1"]}),
         ]
         backend = http.app.state.backend
@@ -171,13 +163,6 @@ async def test_memory_and_files_can_be_seen():
         assert sample(text, "process_resident_memory_bytes") > 1e6
         assert sample(text, "process_open_fds") > 2
         assert sample(text, "rsrank_model_process_resident_memory_bytes") > 1e6
-
-
-async def test_xinferences_clients_find_the_model_by_any_name():
-    async with serving() as http:
-        for name in ("fake", "BAAI/bge"):
-            found = (await http.get(f"/v1/models/{name}")).json()
-            assert (found["id"], found["model_type"]) == ("fake", "rerank")
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="needs /proc")  # noqa: PTH110
@@ -212,7 +197,7 @@ def budgeted(limit, *amounts):
             budget.take(client, amount)
             statuses.append(0)
         except ServiceError as error:
-            statuses.append(error.status)
+            statuses.append(error.status_code)
     for client in list(budget.taken):
         budget.give_back(client, budget.taken[client])
     assert not budget.taken

@@ -34,7 +34,7 @@ if __name__ == "__main__":
     # In the place of the function that loads the model.
     service.partial = lambda function, *arguments: Slow
     from rsrank_rag.cli import app
-    app(["serve", "--model", "bm25", "--timeout", "30", "--port", sys.argv[1]])
+    app(["serve", "--model", "bm25", "--timeout", "60", "--port", sys.argv[1]])
 """
 
 

@@ -30,7 +30,6 @@ from rsrank_rag.adapters.kinds import load as load_reranker
 from rsrank_rag.backends.options import LoadOptions, ModelSource
 from rsrank_rag.cli import app
 from rsrank_rag.cli.service import KEYS
-from rsrank_rag.errors import InputError
 from rsrank_rag.prefixes.cache import CachedPrefixes, PrefixTiers
 from rsrank_rag.prefixes.settings import CacheSettings
 from rsrank_rag.ranking.rule import Rule
@@ -50,7 +49,7 @@ REQUESTS = [
         "/v1/ranking",
         {"query": {"text": "q"}, "passages": [{"text": "3"}, {"text": "1"}, {"text": "2"}]},
     ),
-    ("/explain", {"query": "q", "document": "3"}),
+    ("/explain", {"query": "q", "documents": ["3"]}),
 ]
 
 CPU = LoadOptions(device="cpu", dtype="float32", local_files_only=True)
@@ -88,7 +87,7 @@ async def until(condition):
 
 @pytest.mark.parametrize(
     "path",
-    ["/v1/rerank", "/v2/rerank", "/rerank", "/reranking", "/v1/reranking", "/api/rerank"],
+    ["/v1/rerank", "/v2/rerank", "/rerank", "/v1/reranking", "/api/rerank"],
 )
 async def test_documents_come_back_best_first_under_every_path(path):
     async with serving() as http:
@@ -169,22 +168,18 @@ async def test_dropping_as_a_setting_concerns_only_clients_that_allow_it(path, b
     assert len(scores(found)) == (2 if "documents" in body and "rerank" in path else 3)
 
 
-async def test_a_model_without_a_native_threshold_cannot_drop_by_a_setting():
+async def test_a_model_without_a_native_threshold_cannot_drop_by_it():
     ranker = Numbers()
     ranker.threshold = None
-    with pytest.raises(InputError, match="no native threshold"):
-        async with serving(ranker, drop=True):
-            pass
     async with serving(ranker) as http:
-        assert (
-            await http.post("/v1/rerank", json={**RERANK, "threshold": "native"})
-        ).status_code == 422
+        answer = await http.post("/v1/rerank", json={**RERANK, "threshold": "native"})
+        assert (answer.status_code, "no native threshold" in answer.text) == (422, True)
         assert "threshold" not in (await http.post("/v1/rerank", json=RERANK)).json()
 
 
 async def test_an_explanation_has_its_exact_parts():
     async with serving() as http:
-        found = (await http.post("/explain", json={"query": "q", "document": "3"})).json()
+        found = (await http.post("/explain", json={"query": "q", "documents": ["3"]})).json()
         assert found == {
             "query": "q",
             "document": "3",
@@ -199,7 +194,7 @@ async def test_an_explanation_has_its_exact_parts():
             "head_parts": [],
         }
     async with serving(Words()) as http:
-        response = await http.post("/explain", json={"query": "q", "document": "3"})
+        response = await http.post("/explain", json={"query": "q", "documents": ["3"]})
         assert (response.status_code, "cannot take its scores apart" in response.text) == (
             422,
             True,
@@ -207,10 +202,9 @@ async def test_an_explanation_has_its_exact_parts():
 
 
 async def test_the_service_says_what_it_serves():
-    async with serving(max_documents=7) as http:
+    async with serving() as http:
         found = (await http.get("/info")).json()
     assert (found["model_id"], found["threshold"], found["explains"]) == ("fake", 1.0, True)
-    assert found["max_client_batch_size"] == 7
     assert "reranker" in found["model_type"]
     assert "max_input_length" not in found  # this model does not count; Dify fails on a null
 
@@ -366,7 +360,7 @@ async def test_every_error_has_one_body(method, path, status):
 
 async def test_a_full_queue_is_429_with_a_time_to_come_back():
     ranker = Numbers()
-    backend = scheduler(ranker, queue_tokens=30)
+    backend = scheduler(ranker, queue_tokens=12)
     async with client_of(backend) as http:
         ranker.may_go_on.clear()
         tasks = [asyncio.create_task(http.post("/v1/rerank", json=RERANK))]
@@ -459,8 +453,7 @@ class Broken:
     async def score(self, *pairs, **options):
         raise ZeroDivisionError("secret passage")
 
-    def readiness(self):
-        return None
+    is_ready = True
 
     def stats(self):
         return {}
@@ -511,7 +504,7 @@ async def test_nobody_without_a_key_gets_a_body_read():
 
     async with serving(api_keys=["one"]) as http:
         response = await http.post("/v1/rerank", content=never(), headers=JSON)
-    assert (response.status_code, response.headers["www-authenticate"]) == (401, "Bearer")
+    assert response.status_code == 401
 
 
 async def test_clients_with_different_keys_share_the_model():
@@ -659,7 +652,6 @@ def test_systems_of_any_kind_are_loaded(ranker, tmp_path):
         (["--max-body", "much"], "max_body: could not parse"),
         (["--max-body", "0"], "max_body"),
         (["--timeout", "inf"], "timeout"),
-        (["--host", "203.0.113.1"], "Nobody can listen at 203.0.113.1"),
     ],
 )
 def test_what_cannot_be_served_is_said_in_one_line(arguments, says):
@@ -669,10 +661,11 @@ def test_what_cannot_be_served_is_said_in_one_line(arguments, says):
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_a_level_that_there_is_not_is_refused_with_those_that_there_are():
-    done = CliRunner().invoke(app, ["serve", "--log-level", "loud"], env={"COLUMNS": "200"})
-    assert done.exit_code == 2
-    assert "'loud' is not one of 'debug', 'info', 'warning', 'error'" in done.stderr
+def test_an_address_where_nobody_can_listen_is_said_in_one_line():
+    arguments = ["serve", "--port", "0", "--host", "203.0.113.1"]
+    done = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
+    assert (done.exit_code, len(done.stderr.splitlines())) == (1, 1)
+    assert "203.0.113.1" in done.stderr
 
 
 @pytest.mark.slow
@@ -680,7 +673,7 @@ def test_the_models_process_logs_as_the_service_does():
     code = (
         "import logging, warnings\nfrom rsrank_rag.backends.options import ModelSource\n"
         "from rsrank_rag.cli.service import load_in_process\n"
-        "load_in_process(ModelSource(name='bm25'), 'INFO')\n"
+        "load_in_process(ModelSource(name='bm25'))\n"
         "logging.getLogger('rsrank_rag.method.batches').info('one')\n"
         "logging.getLogger('transformers.models').warning('two')\n"
         "logging.getLogger('urllib3').info('too much'); warnings.warn('three')\n"
@@ -701,10 +694,11 @@ def in_fresh_python(*arguments, **environment):
 
 
 @pytest.mark.slow
-def test_what_the_loaded_model_cannot_do_is_said_in_one_line_too():
-    done = in_fresh_python("--model", "bm25", "--drop", "--log-level", "warning")
-    assert done.returncode == 2
-    assert re.fullmatch(r"error: bm25 has no native threshold.*\n", done.stderr)
+def test_a_model_that_cannot_be_loaded_is_said_in_one_line_too(tmp_path):
+    (tmp_path / "config.json").write_text("{")
+    done = in_fresh_python("--model", str(tmp_path))
+    assert done.returncode == 1
+    assert re.fullmatch(r"error: .*config\.json.*\n", done.stderr)
 
 
 @pytest.mark.slow
@@ -750,7 +744,9 @@ def process(*arguments):
         reader.start()
         try:
             line = service.stdout.readline()
-            address = re.fullmatch(r"mini answers at (http://127\.0\.0\.1:\d+)\n", line)
+            address = re.fullmatch(
+                r"mini answers at (http://127\.0\.0\.1:\d+) when it is loaded\.\n", line
+            )
             assert address, line
             headers = {"Authorization": "Bearer secretkey"}
             with httpx.Client(base_url=address[1], headers=headers, timeout=300) as http:
@@ -814,7 +810,6 @@ def test_a_served_model_is_ready_and_scores_as_in_python(service):
     assert [score for _, score in scores(found)] == pytest.approx(
         [d.score for d in expected.kept], abs=1e-4
     )
-    assert "server" not in http.get("/health").headers
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 """Answers, in the schemas of Cohere, Jina, vLLM, Infinity, Voyage, Weaviate, TEI and NVIDIA."""
 
-import math
 import time
 import uuid
 from collections.abc import Sequence
@@ -12,9 +11,6 @@ from ...reading.parts import WHOLE, Reading
 from ..messages import Description, Outcome, ServiceError
 from ..settings import Settings
 from .request import RankRequest
-
-# Documents that Cohere bills as one search. Nothing is billed here, but clients read the number.
-SEARCH_UNIT = 100
 
 
 def rule_of(request: RankRequest, model: Description, settings: Settings) -> Rule:
@@ -95,7 +91,8 @@ def answer_to(
         none_relevant=choose("", request.entries, scored, native).none_relevant,
         meta={
             "api_version": {"version": "2"},
-            "billed_units": {"search_units": math.ceil(len(scored) / SEARCH_UNIT)},
+            # Nothing is billed, but clients read the number.
+            "billed_units": {"search_units": 1},
             "tokens": {"input_tokens": tokens, "output_tokens": 0},
         },
         usage=usage,

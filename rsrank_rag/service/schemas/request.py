@@ -26,8 +26,6 @@ def _without_object(value: Any) -> Any:
 Text = Annotated[str, BeforeValidator(_without_object)]
 """A text, by itself or in an object with a "text"."""
 
-Query = Annotated[str, Field(max_length=10_000), BeforeValidator(_without_object)]
-
 Texts = Annotated[list[Text], Field(fail_fast=True)]
 
 Flag = Annotated[bool, Field(strict=False)]
@@ -37,13 +35,13 @@ Count = Annotated[int, Field(strict=False, ge=0)]
 """A whole number of at least 0. Programs also send such a number as "1" or 1.0."""
 
 
-class RankRequest(BaseModel, strict=True, use_attribute_docstrings=True):
+class RankRequest(BaseModel, strict=True):
     """A query and documents. One of ``documents``, ``texts`` and ``passages`` is there.
 
     The name of the documents decides in which schema the answer is.
     """
 
-    query: Query
+    query: Text = Field(max_length=10_000)
     documents: Texts | None = None
     """As clients of Cohere, Jina, vLLM, Infinity, Xinference, Voyage and SiliconFlow send them."""
     texts: Texts | None = None
@@ -126,10 +124,3 @@ class RankRequest(BaseModel, strict=True, use_attribute_docstrings=True):
         """The pairs to be scored, with this request's options."""
         reading = self.reading(model.long_documents)
         return [Pair(self.query, text, reading=reading) for text in self.entries]
-
-
-class ExplainRequest(BaseModel, strict=True):
-    """One score to be taken apart."""
-
-    query: Query
-    document: str
