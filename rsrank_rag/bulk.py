@@ -12,7 +12,7 @@ from .evaluation.datasets import opener, read_lines
 from .partial_files import appearing, remove_stale
 from .ranking.rule import passes
 from .reranker import Pair, Reranker
-from .service.engine import DeviceLostError, Engine
+from .service.engine import ProcessLostError, Engine
 from .service.messages import Outcome, Task
 
 ENDINGS = (".jsonl", ".jsonl.gz")
@@ -178,6 +178,6 @@ def _outcomes(pairs: Sequence[Pair], engine: Engine) -> list[Outcome]:
         if not simple.model_failed:
             return outcomes
         reason = f"it {simple.error}"
-    except DeviceLostError as error:
+    except ProcessLostError as error:
         reason = f"its device does not answer any more: {error.__cause__}"
     raise RSRankError(f"The model fails on every pair, even on a simple one ({reason}).")
