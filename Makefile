@@ -10,8 +10,8 @@ OLDEST := langchain-core==0.3.34 llama-index-core==0.13.0 'langchain<0.4'
 CLIENTS_langchain := langchain-cohere langchain-community infinity-client langchain-nvidia-ai-endpoints haystack-ai \
 	huggingface-api-haystack rerankers
 CLIENTS_llama := $(addprefix llama-index-postprocessor-,cohere-rerank jinaai-rerank tei-rerank nvidia-rerank \
-	siliconflow-rerank xinference-rerank)
-CLIENTS_newest := 'cohere>=7' xinference-client
+	siliconflow-rerank)
+CLIENTS_newest := 'cohere>=7'
 BASE := '.[langchain,llama-index,serve,eval]'
 
 # The tests of `make test`, with the lines and branches that none of them runs.
