@@ -12,7 +12,7 @@ from .evaluation.datasets import opener, read_lines
 from .partial_files import appearing, remove_stale
 from .ranking.rule import passes
 from .reranker import Pair, Reranker
-from .service.engine import ProcessLostError, Engine
+from .service.engine import Engine, ProcessLostError
 from .service.messages import Outcome, Task
 
 ENDINGS = (".jsonl", ".jsonl.gz")
