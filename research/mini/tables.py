@@ -179,7 +179,7 @@ def shift_table(figures: Figures) -> str:
 
 
 def overview_table(figures: Figures) -> str:
-    """The README's second table: means over families of the public sets, short queries."""
+    """The README's second table: means over families of the public sets, off-topic queries."""
     rows: dict[str, list[float]] = {}
     seen, unseen = rows_of(figures)
     seen = [name for name in seen if name not in TYPED]
@@ -187,13 +187,9 @@ def overview_table(figures: Figures) -> str:
         for kind, names in (("seen", seen), ("not seen", unseen)):
             means = [family_mean(by_rule(figures, each, metric), names) for each in figures]
             rows[f"{label}, {kind}"] = [100 * mean for mean in means]
-    for kind, part, label in (
-        ("questions", "found", "a question: wanted passage kept"),
-        ("words", "found", "one word: wanted passage kept"),
-        ("nothing", "silent", "off-topic: nothing kept"),
-    ):
-        if all(kind in system["short"] for system in figures.values()):
-            rows[label] = [100 * system["short"][kind][part] for system in figures.values()]
+    if all("nothing" in system["short"] for system in figures.values()):
+        silent = [100 * system["short"]["nothing"]["silent"] for system in figures.values()]
+        rows["off-topic: nothing kept"] = silent
     lines = [f"| | {' | '.join(figures)} |", f"|---|{'--:|' * len(figures)}"]
     for label, values in rows.items():
         lines.append(f"| {label} | {' | '.join(f'{value:.1f}' for value in values)} |")
