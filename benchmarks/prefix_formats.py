@@ -63,8 +63,7 @@ class Rounding:
         """As `CachedPrefixes.prefill`."""
         run = backbone.prefill([row.document for row in rows])
         prefixes = []
-        for number in range(len(rows)):
-            prefix = run.row(number)
+        for prefix in run.rows():
             prefixes.append(replace(prefix, states=self.change(prefix.states)))
         return Prefixes.join([*prefixes, *extra_rows], query_slots)
 

@@ -13,7 +13,7 @@ from .ranking.pairs import Pair, parts_of, score_in_parts, spans_of
 from .ranking.results import RankedDocument, RankResult, Scored, blanks_last, choose
 from .ranking.rule import BLANK_SCORE, Fallback, Limits, Native, Rule
 from .reading.documents import DocumentLike, InputDocument, as_documents
-from .reading.parts import LongDocuments, Reading, ReadingOptions
+from .reading.parts import WHOLE, LongDocuments, Reading, ReadingOptions
 from .texts import CHARACTERS_PER_TOKEN
 
 # Users import the types of results from here.
@@ -257,7 +257,7 @@ class Reranker(ABC):
         call = RankCall.of(query, documents, options, self.long_documents)
         read = self.fit_query(query)
         pairs = self._pairs(read, call.texts, call.reading)
-        if all(pair.reading.is_whole for pair in pairs):
+        if all(pair.reading == WHOLE for pair in pairs):
             scored = self.score_pairs(pairs)
         else:
             scored = score_in_parts(pairs, self.token_ends, self.score_pairs)

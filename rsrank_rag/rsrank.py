@@ -287,11 +287,14 @@ class RSRank(Reranker):
         Raises:
             InputError: As `score`.
         """
+        tokenised = self._tokenise(pairs)
+        keys = [self.cache.key(document.ids) for _, document in tokenised]
+        cached = self.cache.tiers.cached(keys)
         costs = []
-        for query, document in self._tokenise(pairs):
+        for (query, document), key in zip(tokenised, keys, strict=True):
             length = len(query.ids)
             cost = length + length * (length + len(document.ids)) // ATTENDED_PER_TOKEN
-            if self.cache.key(document.ids) not in self.cache.tiers:
+            if key not in cached:
                 cost += len(document.ids)
             costs.append(cost)
         return costs

@@ -115,7 +115,7 @@ class LanguageModel(ABC):
         return lru_cache(NULL_PREFIXES)(self._null_prefix)
 
     def _null_prefix(self, ids: Ids) -> Prefix:
-        return self.prefill([ids]).row(0)
+        return self.prefill([ids]).rows()[0]
 
     @property
     def bytes_per_token(self) -> int:

@@ -141,10 +141,13 @@ class Prefixes:
         pooled = [prefix.pooled for prefix in prefixes]
         return cls(tuple(states[0]), tuple(states[1]), lengths, slots, pooled)
 
-    def row(self, number: int) -> Prefix:
-        """A copy of one prefix, without query slots and padding."""
-        valid = slice(self.query_slots, self.query_slots + self.lengths[number])
-        layers = [layer[number, :, valid] for layer in (*self.keys, *self.values)]
-        xp = namespace(layers[0])
-        states = xp.stack(layers).reshape(2, len(self.keys), *layers[0].shape)
-        return Prefix(states, xp.stack([self.pooled[number]])[0])
+    def rows(self, count: int | None = None) -> list[Prefix]:
+        """Copies of the first prefixes, without query slots and padding; None for all."""
+        xp = namespace(self.keys[0])
+        prefixes = []
+        for number, length in enumerate(self.lengths[:count]):
+            valid = slice(self.query_slots, self.query_slots + length)
+            layers = [layer[number, :, valid] for layer in (*self.keys, *self.values)]
+            states = xp.stack(layers).reshape(2, len(self.keys), *layers[0].shape)
+            prefixes.append(Prefix(states, xp.stack([self.pooled[number]])[0]))
+        return prefixes

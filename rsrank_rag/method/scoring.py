@@ -326,11 +326,13 @@ def _batches(reader: ShiftReader, rows: Sequence[Row], budget: int) -> Iterator[
     joined = JOINED_BYTES.get(device_kind(backbone.device), JOINED_BYTES["cpu"])
     joined //= max(1, backbone.bytes_per_token)
     cached_budget = max(budget, min(joined, CACHED_BUDGETS * budget))
+    keys: set[str] = set()
+    if reader.cache is not None:
+        keys = reader.cache.tiers.cached([row.key for row in rows])
     groups: dict[int, tuple[list[Row], list[Row]]] = {}
     for row in rows:
         new, cached = groups.setdefault(padded_length(len(row.query.ids)), ([], []))
-        is_cached = reader.cache is not None and row.key in reader.cache.tiers
-        (cached if is_cached else new).append(row)
+        (cached if row.key in keys else new).append(row)
     for slots, (new, cached) in groups.items():
         yield Batches(cached, cached_budget, extra=slots, similar=CACHED_SIMILAR_LENGTH)
         yield Batches(new, budget, extra=slots)

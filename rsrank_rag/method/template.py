@@ -118,7 +118,8 @@ def private_copy(
 
 
 def _digest(text: str) -> bytes:
-    return hashlib.sha256(encodable(text).encode()).digest()
+    # A text may have lone surrogates.
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
 
 
 class PromptTokenizer:

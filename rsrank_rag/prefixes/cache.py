@@ -155,12 +155,14 @@ class PrefixTiers:
             self._memory = memory
         return memory
 
-    def __contains__(self, key: str) -> bool:
+    def cached(self, keys: Collection[str]) -> set[str]:
+        """Those of some keys that have a prefix."""
         memory = self.on_device
         with memory.lock:
-            if key in memory.entries:
-                return True
-        return self.disk is not None and key in self.disk
+            found = {key for key in keys if key in memory.entries}
+        if self.disk is not None:
+            found |= {key for key in keys if key in self.disk}
+        return found
 
     def get(self, key: str) -> Prefix | None:
         """A cached prefix, on the device; None if there is none."""
@@ -290,8 +292,8 @@ class CachedPrefixes:
             texts = [documents[key] for key in missing]
             run = backbone.prefill(texts, query_slots, extra_rows if as_run else ())
             if self.tiers.is_on or not as_run:
-                for number, key in enumerate(missing):
-                    prefixes[key] = self.tiers.put(key, run.row(number))
+                for key, prefix in zip(missing, run.rows(len(missing)), strict=True):
+                    prefixes[key] = self.tiers.put(key, prefix)
             if as_run:
                 return run
         return Prefixes.join([*(prefixes[key] for key in keys), *extra_rows], query_slots)
@@ -347,8 +349,8 @@ class CachedPrefixes:
         """Run a batch and write its prefixes."""
         with backbone.inference():
             run = backbone.prefill(batch)
-        for number, ids in enumerate(batch):
-            packed = PackedPrefix.of(run.row(number))
+        for ids, prefix in zip(batch, run.rows(), strict=True):
+            packed = PackedPrefix.of(prefix)
             if packed is not None:
                 disk.put(self.key(ids), packed)
 

@@ -144,7 +144,7 @@ def test_few_tokens_of_documents_run_together_however_large_the_batch(rounded, m
     assert prefixes.lengths == whole.lengths == tuple(map(len, documents))
     for number in range(len(documents)):
         np.testing.assert_allclose(
-            prefixes.row(number).states, whole.row(number).states, rtol=0, atol=1e-4
+            prefixes.rows()[number].states, whole.rows()[number].states, rtol=0, atol=1e-4
         )
 
 

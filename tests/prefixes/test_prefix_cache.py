@@ -63,7 +63,7 @@ def test_rows_without_a_key_get_their_own_documents(device):
         rows = [Row(ids, query) for ids in documents]
         found = cache.prefill(Model(), rows, 0, ())
         for number, ids in enumerate(documents):
-            assert torch.equal(found.row(number).states, torch.stack(made_up(ids)))
+            assert torch.equal(found.rows()[number].states, torch.stack(made_up(ids)))
 
 
 def rounded(states, dtype):
@@ -248,7 +248,7 @@ def test_a_foreign_prefix_is_never_found(tmp_path, change):
     other = CachedPrefixes(identity, tiers)
     if change == "salt":
         other = other.with_salt("tenant")
-    assert not any(other.key(ids) in tiers for ids in DOCS)
+    assert not tiers.cached([other.key(ids) for ids in DOCS])
     prefill(other, DOCS, model)
     assert model.ran == DOCS * 2
 
@@ -310,8 +310,8 @@ def test_the_folder_stays_within_its_bound_and_the_oldest_go(tmp_path):
     for ids in documents:
         prefill(kept, [ids], model)
     assert sum(path.stat().st_size for path in tmp_path.glob("*/*")) <= 10_000
-    assert kept.key(documents[-1]) in kept.tiers
-    assert kept.key(documents[0]) not in kept.tiers
+    first, last = kept.key(documents[0]), kept.key(documents[-1])
+    assert kept.tiers.cached([first, last]) == {last}
     assert stats(kept)["evictions"] > 0
 
 

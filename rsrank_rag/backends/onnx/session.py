@@ -252,7 +252,7 @@ class OnnxBackbone(LanguageModel):
         prefixes: list[Prefix] = []
         for start in range(0, len(documents), count):
             run = self._run_alone(self._sessions.documents, documents[start : start + count])
-            prefixes += map(run.row, range(len(run)))
+            prefixes += run.rows()
         return Prefixes.join([*prefixes, *extra_rows], 0)
 
     def _run_alone(self, session: Session, texts: Sequence[Ids]) -> Prefixes:
@@ -266,7 +266,7 @@ class OnnxBackbone(LanguageModel):
 
     def _null_prefix(self, ids: Ids) -> Prefix:
         # In float32: its rounding would move all scores alike.
-        return self._run_alone(self._sessions.texts, [ids]).row(0)
+        return self._run_alone(self._sessions.texts, [ids]).rows()[0]
 
     def query_values(
         self,
