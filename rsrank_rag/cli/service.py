@@ -135,9 +135,6 @@ def run(
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     with socket.create_server((options.host, options.port), family=family) as bound:
         name, number = bound.getsockname()[:2]
-        ip = ip_address(name)
-        if ip.is_unspecified:
-            name = socket.gethostname()
         url = f"http://{f'[{name}]' if ':' in name else name}:{number}"
         key = "KEY-OF-THIS-SERVICE" if settings.closed else "any"
         lines = [f"{backend.name} answers at {url} when it is loaded."]
@@ -149,7 +146,7 @@ def run(
         configure()
         # The command itself shows in one line why the app does not start.
         logging.getLogger("uvicorn.error").addFilter(lambda _: app.state.failure is None)
-        if not settings.closed and not ip.is_loopback:
+        if not settings.closed and not ip_address(name).is_loopback:
             logger.warning("The service listens at %s without an API key.", options.host)
         try:
             Server(app).run(sockets=[bound])

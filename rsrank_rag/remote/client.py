@@ -142,12 +142,15 @@ class RemoteReranker(Reranker):
     async def _send(self, body: bytes) -> bytes:
         """The body of the answer to a request; raises as the class says."""
         client = connections.client(asyncio.get_running_loop())
-        url = f"{self.base_url}/v1/rerank"
         most = ANSWER_BYTES + TIMES_REQUEST * len(body)
         content = b""
         try:
             async with client.stream(
-                "POST", url, content=body, headers=HEADERS, auth=self._authorize
+                "POST",
+                f"{self.base_url}/v1/rerank",
+                content=body,
+                headers=HEADERS,
+                auth=self._authorize,
             ) as response:
                 async for piece in response.aiter_bytes():
                     content += piece

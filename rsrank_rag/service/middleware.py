@@ -21,9 +21,6 @@ logger = logging.getLogger(__name__)
 # Routes that need no key.
 OPEN = ("/", "/health", "/ready", "/.well-known/ready")
 
-# Routes that monitoring asks for all the time. They are not logged.
-QUIET = ("/health", "/ready", "/metrics")
-
 # All bodies and answers in memory may together have this many times the bytes of the largest body.
 BODIES = 5
 
@@ -102,7 +99,7 @@ class RequestMiddleware:
             text = "This service needs an API key: send it as 'Authorization: Bearer KEY'."
             app = error_response(401, text)
         record = RequestRecord(key or (scope.get("client") or ("",))[0], self.budget)
-        scope["state"] = {**scope.get("state", {}), "record": record}
+        scope.setdefault("state", {})["record"] = record
 
         async def send_marked(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -136,7 +133,10 @@ class RequestMiddleware:
         status = record.status or 499
         seconds = time.perf_counter() - record.started
         self.metrics.seconds.labels(route, str(status)).observe(seconds)
-        fields = {"route": route, "status": status, "documents": record.documents}
-        fields["milliseconds"] = round(1000 * seconds)
-        if route not in QUIET:
-            logger.info("request", extra={"fields": fields})
+        fields = {
+            "route": route,
+            "status": status,
+            "documents": record.documents,
+            "milliseconds": round(1000 * seconds),
+        }
+        logger.info("request", extra={"fields": fields})

@@ -26,9 +26,6 @@ LOAD_SECONDS = 1800.0
 # Seconds without an answer after which the process is killed and replaced.
 HANG_SECONDS = 300.0
 
-# Seconds for which the end of a killed process is awaited. A GPU's driver may hold it longer.
-KILL_SECONDS = 5.0
-
 
 def answer_calls(connection: Connection, make: Callable[[], Reranker]) -> None:
     """Load the model at the first message, and do the tasks of later messages.
@@ -100,7 +97,6 @@ class ModelProcess:
         Raises:
             RSRankError: The model cannot be loaded.
         """
-        self.kill()
         self._connection, theirs = multiprocessing.Pipe()
         self._process = self._launch(theirs)
         description: Description = await self._call(None, LOAD_SECONDS)
@@ -146,5 +142,6 @@ class ModelProcess:
         """End the process, whatever it is doing. A call that waits raises ProcessLostError."""
         if self._process is not None:
             self._process.kill()
-            self._process.join(KILL_SECONDS)
+            # A GPU's driver may hold it longer.
+            self._process.join(5.0)
             self._process = self.pid = None

@@ -156,7 +156,6 @@ class Scheduler:
         self._counts["restarts"] += 1
         try:
             await self._load()
-            logger.warning("The model's process died and was replaced.")
         except Exception as error:
             logger.error("The model's process could not be replaced: %s", error)
             # The cause may pass, such as a device that is still full.

@@ -4,8 +4,6 @@ Slow heads, slow readers and floods of connections are a reverse proxy's busines
 docs/serving.md and examples/nginx.conf.
 """
 
-from types import FrameType
-
 from ..errors import needs
 
 with needs("The service needs {}.", "serve", "starlette", "uvicorn"):
@@ -26,7 +24,7 @@ class Server(uvicorn.Server):
             uvicorn.Config(app, http="h11", ws="none", log_config=None, access_log=False)
         )
 
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+    def handle_exit(self, sig: int, frame: object) -> None:
         """Begin to stop the server.
 
         uvicorn would raise the signal again at the end. This method does not, because the exit

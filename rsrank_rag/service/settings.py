@@ -23,7 +23,7 @@ class Options(BaseModel, hide_input_in_errors=True, use_attribute_docstrings=Tru
     """Documents of one request."""
     max_body: ByteSize = Field(default="10MB", gt=0, validate_default=True)
     """Size of one request, such as 10MB."""
-    timeout: float = Field(default=60.0, gt=0, allow_inf_nan=False)
+    timeout: float = Field(default=60.0, gt=0)
     """Seconds from a request to its answer."""
     normalize: bool = False
     """Scores from 0 to 1; 0.5: the native threshold."""
@@ -84,9 +84,6 @@ def keys_of(settings: Settings) -> list[str]:
     file = settings.api_key_file
     if file is not None:
         try:
-            # Reading a pipe could wait for ever.
-            if not file.is_file():
-                raise OSError("there is no regular file of this name.")
             # Some editors begin a file with a byte order mark.
             lines += file.read_text(encoding="utf-8-sig").splitlines()
         except (OSError, UnicodeDecodeError) as error:

@@ -18,12 +18,9 @@ from ...reading.parts import MAX_CHARACTERS, LongDocuments, Reading
 from ...reranker import Pair
 from ..messages import Description
 
-
-def _without_object(value: Any) -> Any:
-    return value.get("text", value) if isinstance(value, dict) else value
-
-
-Text = Annotated[str, BeforeValidator(_without_object)]
+Text = Annotated[
+    str, BeforeValidator(lambda one: one.get("text", one) if isinstance(one, dict) else one)
+]
 """A text, by itself or in an object with a "text"."""
 
 Texts = Annotated[list[Text], Field(fail_fast=True)]
