@@ -144,7 +144,7 @@ class Server:
             "--port",
             str(self.port),
         ]
-        self.command += ["--log-level", "warning", *arguments]
+        self.command += arguments
         self.popen: dict[str, Any] = {}  # how the process is started
         self.process: subprocess.Popen[bytes] | None = None
 
