@@ -189,8 +189,7 @@ class ModelAdapter(DeviceSettings, CacheSettings):
     def close(self) -> None:
         """Free the model after the calls under way, for every adapter with these settings.
 
-        The next call loads it again. A `Reranker` given as ``model`` stays. With ``base_url`` there
-        is nothing to free.
+        The next call loads it again. A `Reranker` given as ``model`` stays.
         """
         if self.base_url is None:
             worker.close(self._source())
@@ -270,7 +269,6 @@ class RerankerAdapter(ModelAdapter):
     long_documents: LongDocuments | None = None
     """Documents that are too long for the model: 'windows' reads them in parts, and the best part
     counts; 'cut' reads the beginning. None: the model's default (RSRank: windows)."""
-
     scores: Scale = "raw"
     """'normalised': scores between 0 and 1, where 0.5 is the native threshold."""
     mode: Literal["drop", "shadow"] = "drop"
@@ -356,18 +354,16 @@ class RerankerAdapter(ModelAdapter):
             # The message of another library's error may say little.
             exc_info=None if isinstance(error, RSRankError) else error,
         )
-        kept = tuple(
-            RankedDocument(index, document.text, math.nan)
-            for index, document in enumerate(documents[:top_n])
-        )
-        return Unranked(query, Rule(), kept, (), error)
+        kept = []
+        for index, document in enumerate(documents[:top_n]):
+            kept.append(RankedDocument(index, document.text, math.nan))
+        return Unranked(query, Rule(), tuple(kept), (), error)
 
     def _checked(
         self, result: RankResult, options: RankOptions, request_id: str | None
     ) -> RankResult:
         """The result. It is an InputError if neither a threshold nor ``top_n`` drops anything."""
-        nothing_drops = options["threshold"] == "native" and result.rule == Rule()
-        if nothing_drops:
+        if options["threshold"] == "native" and result.rule == Rule():
             raise InputError(
                 f"{self.model_label} has no native threshold: nothing in its scores separates "
                 "relevant from irrelevant documents. Give a threshold, a max_gap, a top_n, or "
