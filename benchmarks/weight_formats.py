@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from rsrank_rag import RSRank
-from rsrank_rag.artifact.loading import open_artifact
+from rsrank_rag.artifact.opening import open_artifact
 from rsrank_rag.backends.options import ModelSource
 from rsrank_rag.evaluation.datasets import read_labelled
 from rsrank_rag.evaluation.evaluate import score_dataset, summarise

@@ -22,7 +22,7 @@ from torch.nn.functional import cosine_similarity, normalize
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
 from rsrank_rag import RSRank, Template
-from rsrank_rag.artifact.loading import open_artifact
+from rsrank_rag.artifact.opening import open_artifact
 from rsrank_rag.backends.options import LoadOptions, ModelSource
 from rsrank_rag.backends.torch.fusion import layers_of
 from rsrank_rag.backends.torch.projection import Projection

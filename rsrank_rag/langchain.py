@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import BaseModel, Field
 from typing_extensions import Unpack
 
-from .adapters.settings import RerankerAdapter, Unranked, without_marks
+from .adapters.adapter import RerankerAdapter, Unranked, without_marks
 from .errors import InputError, needs
 from .reading.documents import InputDocument
 from .reranker import Limits, RankResult

@@ -4,7 +4,7 @@ from typing import Any
 
 from pydantic import model_validator
 
-from .adapters.settings import RerankerAdapter, Unranked, without_marks
+from .adapters.adapter import RerankerAdapter, Unranked, without_marks
 from .errors import InputError, needs
 from .reading.documents import InputDocument
 from .reranker import RankResult

@@ -13,7 +13,7 @@ from typing_extensions import Self, Unpack
 
 from .artifact.config import RSRankConfig
 from .artifact.identity import prefix_identity
-from .artifact.loading import Parts, new_artifact, open_artifact
+from .artifact.opening import Parts, new_artifact, open_artifact
 from .artifact.saving import PushOptions, push_artifact, save_artifact
 from .backends.options import LoadArguments, LoadOptions, ModelSource
 from .errors import InputError, check_names, check_text, finite, problems_of, too_large

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rsrank_rag import Reranker, RSRank, Template
 from rsrank_rag.artifact import hub
-from rsrank_rag.artifact.loading import open_artifact
+from rsrank_rag.artifact.opening import open_artifact
 from rsrank_rag.backends.options import LoadOptions, ModelSource
 from rsrank_rag.backends.torch.projection import Projection
 from rsrank_rag.prefixes.cache import CachedPrefixes, PrefixTiers

@@ -13,7 +13,7 @@ import click
 import torch
 from torch import Tensor, nn
 
-from rsrank_rag.artifact.loading import open_model
+from rsrank_rag.artifact.opening import open_model
 from rsrank_rag.backends.torch.backbone import Backbone
 from rsrank_rag.backends.torch.fusion import layers_of
 from rsrank_rag.cli.options import PATH, command

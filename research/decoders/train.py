@@ -16,7 +16,7 @@ from rsrank_rag.artifact.card import model_card
 from rsrank_rag.artifact.config import RSRankConfig, TrainingRecord
 from rsrank_rag.artifact.hub import write_artifact
 from rsrank_rag.artifact.identity import describe
-from rsrank_rag.artifact.loading import open_model
+from rsrank_rag.artifact.opening import open_model
 from rsrank_rag.backends.torch.projection import Projection
 from rsrank_rag.cli.options import PATH, command
 from rsrank_rag.errors import InputError

@@ -13,7 +13,7 @@ from langchain_core.tools.retriever import RetrieverInput
 
 from ..errors import nearest
 from ..reading.titles import lines_before
-from .settings import WEAK
+from .adapter import WEAK
 
 logger = logging.getLogger(__name__)
 

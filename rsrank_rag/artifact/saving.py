@@ -12,7 +12,7 @@ from .card import UNNAMED, is_hub_id, model_card
 from .config import INSIDE, RSRankConfig
 from .graphs import encoder_graphs, write_graphs
 from .identity import folder_of, hashes
-from .loading import Parts
+from .opening import Parts
 
 
 def save_artifact(folder: Path, parts: Parts, include_backbone: bool) -> None:

@@ -20,7 +20,7 @@ from pydantic import (
 )
 
 from ..errors import InputError, pip_install, problems_of
-from ..prefixes.settings import CacheSettings, as_text
+from ..prefixes.cache_settings import CacheSettings, as_text
 
 if TYPE_CHECKING:
     import torch

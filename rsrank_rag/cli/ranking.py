@@ -16,7 +16,7 @@ from ..adapters.kinds import load as load_reranker
 from ..adapters.kinds import parse
 from ..backends.options import LoadOptions, ModelSource
 from ..errors import InputError
-from ..prefixes.settings import CacheSettings
+from ..prefixes.cache_settings import CacheSettings
 from ..ranking.explanation import Explanation
 from ..ranking.rule import passes
 from ..texts import encodable

@@ -22,7 +22,7 @@ from tqdm import tqdm
 from ..adapters.kinds import load as load_reranker
 from ..adapters.kinds import parse
 from ..backends.options import LoadOptions, ModelSource
-from ..prefixes.settings import CacheSettings
+from ..prefixes.cache_settings import CacheSettings
 from ..service.settings import Options, Settings
 from .options import command, revision_option, system_option
 

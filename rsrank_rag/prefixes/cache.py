@@ -24,8 +24,8 @@ from ..errors import InputError
 from ..method.batches import Batches, Ids, device_kind
 from ..method.prefix import Prefix, Prefixes
 from ..method.scoring import Row
+from .cache_settings import FOLDER_BYTES, CacheSettings, memory_share
 from .disk import FORMAT, Disk, PackedPrefix
-from .settings import FOLDER_BYTES, CacheSettings, memory_share
 
 if TYPE_CHECKING:
     from ..backends.base import LanguageModel

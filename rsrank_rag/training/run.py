@@ -16,7 +16,7 @@ from tqdm.auto import tqdm
 from ..artifact import hub
 from ..artifact.config import RSRankConfig, TrainingRecord, content_digest
 from ..artifact.identity import describe, folder_of, hashes
-from ..artifact.loading import open_model, open_on_torch
+from ..artifact.opening import open_model, open_on_torch
 from ..backends.torch.backbone import Backbone
 from ..backends.torch.projection import Projection
 from ..errors import InputError

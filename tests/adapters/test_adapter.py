@@ -23,7 +23,7 @@ from pydantic import ValidationError
 import rsrank_rag
 from rsrank_rag import Fallback, Reranker, RSRank
 from rsrank_rag.adapters import model_thread as worker
-from rsrank_rag.adapters.settings import RerankerAdapter
+from rsrank_rag.adapters.adapter import RerankerAdapter
 from rsrank_rag.backends.options import LoadOptions, ModelSource
 from rsrank_rag.errors import ArtifactError, InputError, RemoteError
 from rsrank_rag.evaluation.datasets import LabelledDocument

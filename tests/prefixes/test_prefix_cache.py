@@ -25,8 +25,8 @@ from rsrank_rag.method.scoring import Row
 from rsrank_rag.method.template import TokenisedQuery
 from rsrank_rag.partial_files import A_DAY
 from rsrank_rag.prefixes.cache import CachedPrefixes, PackedPrefix, PrefixTiers
+from rsrank_rag.prefixes.cache_settings import CacheSettings, as_bytes, memory_share
 from rsrank_rag.prefixes.disk import Disk
-from rsrank_rag.prefixes.settings import CacheSettings, as_bytes, memory_share
 
 LAYERS, HEADS, WIDTH = 3, 2, 8
 CPU = torch.device("cpu")

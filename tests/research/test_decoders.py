@@ -13,7 +13,7 @@ from research.decoders.extract import SignalReader, extract
 from research.decoders.plan import FIRST_DOCUMENTS, Plan, first_places, in_order, with_typo
 from research.decoders.store import Store
 from rsrank_rag import RSRank
-from rsrank_rag.artifact.loading import open_model
+from rsrank_rag.artifact.opening import open_model
 from rsrank_rag.backends.options import LoadOptions
 from rsrank_rag.evaluation.metrics import ScoredQuery
 from rsrank_rag.method.scoring import Row, ShiftReader

@@ -31,7 +31,7 @@ from rsrank_rag.backends.options import LoadOptions, ModelSource
 from rsrank_rag.cli import app
 from rsrank_rag.cli.service import KEYS
 from rsrank_rag.prefixes.cache import CachedPrefixes, PrefixTiers
-from rsrank_rag.prefixes.settings import CacheSettings
+from rsrank_rag.prefixes.cache_settings import CacheSettings
 from rsrank_rag.ranking.rule import Rule
 from rsrank_rag.reranker import BLANK_SCORE
 from rsrank_rag.service import app as app_module
