@@ -136,14 +136,14 @@ def run(
     with socket.create_server((options.host, options.port), family=family) as bound:
         name, number = bound.getsockname()[:2]
         url = f"http://{f'[{name}]' if ':' in name else name}:{number}"
+        app = create_app(backend, settings)
+        configure()
         key = "KEY-OF-THIS-SERVICE" if settings.closed else "any"
         lines = [f"{backend.name} answers at {url} when it is loaded."]
         lines += ["  " + line.replace("{url}", url).replace("{key}", key) for line in enter]
         # Nobody may read standard output, or its disk may be full.
         with suppress(OSError):
             os.write(STDOUT, "\n".join([*lines, ""]).encode())
-        app = create_app(backend, settings)
-        configure()
         # The command itself shows in one line why the app does not start.
         logging.getLogger("uvicorn.error").addFilter(lambda _: app.state.failure is None)
         if not settings.closed and not ip_address(name).is_loopback:

@@ -7,7 +7,7 @@ item that kills the process twice is answered with an error.
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from ..reranker import Pair, Reranker
@@ -53,7 +53,7 @@ class Scheduler:
         self._work = asyncio.Event()
         self._runner: asyncio.Task[None] | None = None
         self._counts = Counter[str]()
-        self._model_stats: Mapping[str, int] = {}
+        self._model_stats: dict[str, int] = {}
 
     @property
     def is_ready(self) -> bool:

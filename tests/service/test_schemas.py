@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from rsrank_rag.errors import problems_of
 from rsrank_rag.ranking.results import normalise
-from rsrank_rag.ranking.rule import BLANK_SCORE, Rule
+from rsrank_rag.ranking.rule import BLANK_SCORE, Fallback, Rule
 from rsrank_rag.reading.parts import Reading
 from rsrank_rag.reranker import Pair, Scored
 from rsrank_rag.service.messages import Description, Outcome, ServiceError
@@ -121,7 +121,6 @@ def test_unknown_fields_and_any_model_are_accepted():
         {"threshold": math.nan},
         {"threshold": math.inf},
         {"threshold": "mine"},
-        {"max_gap": -1},
         {"fallback": 3},
         {"normalize": "perhaps"},
         {"max_characters": 0},
@@ -210,6 +209,19 @@ def test_the_native_threshold_of_a_model_without_one_is_refused():
     model = Description(Rule(), False)
     with pytest.raises(ServiceError, match="no native threshold") as refused:
         rule_of(rerank(threshold="native"), model, Settings())
+    assert refused.value.status_code == 422
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"threshold": 0, "max_gap": -1},
+        {"threshold": None, "fallback": Fallback(1.0, 2.0)},
+    ],
+)
+def test_limits_out_of_range_or_without_effect_are_refused(fields):
+    with pytest.raises(ServiceError) as refused:
+        rule_of(rerank(**fields), MODEL, Settings())
     assert refused.value.status_code == 422
 
 

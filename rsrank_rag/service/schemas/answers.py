@@ -5,6 +5,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
+from ...errors import InputError
 from ...ranking.results import RankedDocument, RankResult, choose
 from ...ranking.rule import Rule
 from ...reading.parts import WHOLE, Reading
@@ -20,7 +21,8 @@ def rule_of(request: RankRequest, model: Description, settings: Settings) -> Rul
     Such a request gets all documents, unless ``settings.drop`` is "always".
 
     Raises:
-        ServiceError: The request needs a native threshold, and the model has none.
+        ServiceError: A limit is out of range or has no effect, or the request needs a native
+            threshold and the model has none.
     """
     threshold = request.threshold
     count = len(request.entries)
@@ -30,9 +32,11 @@ def rule_of(request: RankRequest, model: Description, settings: Settings) -> Rul
     if "threshold" not in request.model_fields_set and (drops or request.extract):
         threshold = "native"
     if threshold == "native" and model.rule.threshold is None:
-        text = "The model has no native threshold. Give a number, or null for none."
-        raise ServiceError(422, text)
-    return model.rule.with_limits(request.limits(threshold))
+        raise ServiceError(422, "The model has no native threshold. Give a number, or null.")
+    try:
+        return model.rule.with_limits(request.limits(threshold))
+    except InputError as error:
+        raise ServiceError(422, str(error)) from None
 
 
 def answer_to(

@@ -13,7 +13,7 @@ from pydantic import (
 )
 from typing_extensions import Self
 
-from ...ranking.rule import Fallback, Limits, Native, Rule
+from ...ranking.rule import Fallback, Limits, Native
 from ...reading.parts import MAX_CHARACTERS, LongDocuments, Reading
 from ...reranker import Pair
 from ..messages import Description
@@ -80,8 +80,6 @@ class RankRequest(BaseModel, strict=True):
     def _has_documents(self) -> Self:
         if [self.documents, self.texts, self.passages].count(None) != 2:
             raise ValueError("one of documents, texts and passages is required")
-        # Raises for limits that contradict each other.
-        Rule(threshold=0.0).with_limits(self.limits("native"))
         return self
 
     @property
