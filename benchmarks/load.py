@@ -157,7 +157,9 @@ class Server:
 
     def start(self) -> None:
         """Start it and wait until it is ready."""
-        self.process = subprocess.Popen(self.command, **self.popen)
+        # The log has a line for each request.
+        options = {"stderr": subprocess.DEVNULL, **self.popen}
+        self.process = subprocess.Popen(self.command, **options)
         for _ in range(6000):
             with contextlib.suppress(httpx.TransportError):
                 if httpx.get(f"{self.url}/ready").status_code == 200:
@@ -464,8 +466,9 @@ def besiege():
     with httpx.Client(base_url=url, timeout=600, headers=headers) as http:
         while True:
             try:
-                if http.post("/v1/rerank", content=body).status_code == 429:
-                    time.sleep(0.1)
+                answer = http.post("/v1/rerank", content=body)
+                # A flood that does not wait after a 429 is a proxy's business.
+                time.sleep(float(answer.headers.get("Retry-After", 0)))
             except httpx.TransportError:
                 time.sleep(0.1)
 for _ in range(count):

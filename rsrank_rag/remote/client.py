@@ -33,8 +33,6 @@ LONGEST_PAUSE = 8.0
 ANSWER_BYTES = 1_000_000
 TIMES_REQUEST = 100
 
-HEADERS = {"Content-Type": "application/json"}
-
 
 class RemoteReranker(Reranker):
     """Gets scores from a service, and drops documents here. Threads and event loops may share it.
@@ -149,7 +147,7 @@ class RemoteReranker(Reranker):
                 "POST",
                 f"{self.base_url}/v1/rerank",
                 content=body,
-                headers=HEADERS,
+                headers={"Content-Type": "application/json"},
                 auth=self._authorize,
             ) as response:
                 async for piece in response.aiter_bytes():

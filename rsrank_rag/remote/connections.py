@@ -22,12 +22,6 @@ else:
 
 Result = TypeVar("Result")
 
-# uvicorn closes a connection after 5 idle seconds, and a request that is sent just then fails.
-LIMITS = httpx.Limits(keepalive_expiry=4.0)
-
-# The time limit of a whole call is in `Transport`, so only the connection has one here.
-TIMEOUT = httpx.Timeout(None, connect=5.0)
-
 
 def start(work: Coroutine[Any, Any, Result]) -> Future[Result]:
     """Run a coroutine in the connections' event loop."""
@@ -58,4 +52,7 @@ def _loop(process: int) -> asyncio.AbstractEventLoop:
 @lru_cache
 def client(loop: asyncio.AbstractEventLoop) -> httpx.AsyncClient:
     """The client of a loop."""
-    return httpx.AsyncClient(limits=LIMITS, timeout=TIMEOUT)
+    # uvicorn closes a connection after 5 idle seconds, and a request that is sent just then fails.
+    limits = httpx.Limits(keepalive_expiry=4.0)
+    # The time limit of a whole call is in `RemoteReranker`, so only the connection has one here.
+    return httpx.AsyncClient(limits=limits, timeout=httpx.Timeout(None, connect=5.0))

@@ -17,8 +17,8 @@ from ..reranker import Pair
 from ..texts import CHARACTERS_PER_TOKEN
 from .messages import Budget, Outcome, Parts, Task, Work
 
-# Characters that are cut in the time in which the model runs one token: about those of `mini` on
-# one core.
+# Characters of a document and its query that are cut in the time in which the model runs one token:
+# with `mini` on one core, about so many of a text of quotes, and 1,000 of English.
 CUT_PER_TOKEN = 50
 
 
@@ -112,13 +112,11 @@ class WorkQueue:
             request.outcomes[pair] = {}
             for section in sections_of(pair, max_tokens):
                 size = section[1] - section[0]
-                tokens = size // CHARACTERS_PER_TOKEN
-                if pair.reading.is_whole:
-                    tokens = min(tokens, max_tokens or tokens)
-                tokens += len(pair.query) // CHARACTERS_PER_TOKEN + 1
-                task = Task(pair, "cut", section)
-                request.items.append(QueueItem(request, pair, task, 1 + size // CUT_PER_TOKEN))
-                request.tokens += tokens
+                cost = 1 + (size + len(pair.query)) // CUT_PER_TOKEN
+                request.items.append(QueueItem(request, pair, Task(pair, "cut", section), cost))
+                if max_tokens and pair.reading.is_whole:
+                    size = min(size, CHARACTERS_PER_TOKEN * max_tokens)
+                request.tokens += (size + len(pair.query)) // CHARACTERS_PER_TOKEN + 1
         request.pending = len(request.items)
         self.budget.take(client, request.tokens)
         self.requests.append(request)
