@@ -792,7 +792,8 @@ async def test_the_event_loop_stays_free_while_a_service_thinks_and_between_two_
 def lasting(address, monkeypatch):
     """Connections that do not grow old while a busy machine does something else."""
     connections.client.cache_clear()
-    monkeypatch.setattr(connections, "LIMITS", connections.httpx.Limits(keepalive_expiry=None))
+    lasting = connections.httpx.Limits(keepalive_expiry=None)
+    monkeypatch.setattr(connections.httpx, "Limits", lambda **options: lasting)
     yield
     connections.client.cache_clear()
 
