@@ -36,7 +36,7 @@ from .selection import LEFT_OUT, TYPED, validation
 
 OUTPUT = Path(__file__).parent / "docs" / "thresholds.json"
 DEFAULT = Rule(0.0, max_gap=2.0, fallback=Fallback(1.0, 2.0))
-"""The rule that `mini` ships with."""
+"""The rule of the `mini` whose figures thresholds.json holds."""
 GAPS = (1.0, 1.5, 2.5, 3.0, None)
 FALLBACKS = ((1, 1), (1, 3), (1, 4), (0.5, 2), (0, 2), (2, 2))
 SIZES, SEEDS = (30, 60), 3

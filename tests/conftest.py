@@ -283,13 +283,6 @@ def copy_with(artifact: Path, copy: Path, **fields: object) -> Path:
     return copy
 
 
-@pytest.fixture(scope="session")
-def mini_in_windows(tmp_path_factory):
-    """Folder of `mini` with similarity windows of 24 positions, and an attention window of 64."""
-    folder = tmp_path_factory.mktemp("windows") / "mini"
-    return copy_with(hub.resolve("mini"), folder, similarity_window=24, attention_window=64)
-
-
 def score_many(
     ranker: Reranker, queries: Sequence[str], documents: Sequence[Sequence[str]]
 ) -> list[list[float]]:

@@ -75,12 +75,12 @@ def dtype(request):
 
 
 @pytest.fixture(scope="module")
-def load(dtype, mini_in_windows):
+def load(dtype):
     def load(**options):
         name, _, runtime = dtype.partition(" on ")
         if runtime == "torch":
-            return on_torch(mini_in_windows, dtype=name, **options)
-        return RSRank.from_pretrained(mini_in_windows, device="cpu", dtype=name, **options)
+            return on_torch(dtype=name, **options)
+        return RSRank.from_pretrained(device="cpu", dtype=name, **options)
 
     return load
 

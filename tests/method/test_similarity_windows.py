@@ -1,6 +1,6 @@
 """Similarity windows and the attention window: what they do to scores and explanations of `mini`.
 
-The artifact has windows of 24 positions, and attention to the 32 nearest positions on each side.
+`mini` has windows of 24 positions, and attention to the 32 nearest positions on each side.
 """
 
 import importlib
@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import on_torch
+from conftest import copy_with, on_torch
 from pydantic import ValidationError
 
 from rsrank_rag import RSRank
+from rsrank_rag.artifact import hub
 from rsrank_rag.method.arrays import to_numpy
 from rsrank_rag.method.formula import similarity_windows
 from rsrank_rag.method.prefix import pooled
@@ -25,15 +26,17 @@ JOINED = " ".join([*PASSAGES[4:7], PASSAGES[0], *PASSAGES[7:], PASSAGES[3]])
 
 
 @pytest.fixture(scope="module", params=["torch", "onnx"])
-def in_windows(request, mini_in_windows):
+def in_windows(request):
     if request.param == "torch":
-        return on_torch(mini_in_windows)
-    return RSRank.from_pretrained(mini_in_windows, device="cpu", dtype="float32")
+        return on_torch()
+    return RSRank.from_pretrained(device="cpu", dtype="float32")
 
 
 @pytest.fixture(scope="module")
-def whole():
-    return RSRank.from_pretrained(device="cpu", dtype="float32")
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole") / "mini"
+    fields = {"similarity_window": None, "attention_window": None}
+    return on_torch(copy_with(hub.resolve("mini"), folder, **fields))
 
 
 @pytest.mark.parametrize(
@@ -67,10 +70,8 @@ def test_pooled_states_point_where_the_mean_of_each_window_does(kind, size):
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-6)
 
 
-def test_scores_by_the_best_window_equal_plain_transformers_code(
-    in_windows, mini_in_windows, monkeypatch
-):
-    plain_torch = on_torch(mini_in_windows)
+def test_scores_by_the_best_window_equal_plain_transformers_code(in_windows, monkeypatch):
+    plain_torch = on_torch()
     monkeypatch.syspath_prepend(ROOT)
     workload = importlib.import_module("benchmarks.workload")
     plain = workload.Plain(plain_torch, workload.by_hooks(plain_torch), rows=4)
