@@ -77,7 +77,7 @@ ONE_DOCUMENT = {
 OUTAGES = {
     "loading": ((503, {"message": "Loading."}), RemoteError, "answered 503: Loading"),
     "slow": (30, RemoteError, "did not answer in 0.2 seconds"),
-    "key": ((401, {"message": "No."}), InputError, "Check the key in api_key"),
+    "key": ((401, {"message": "No."}), InputError, "the key in api_key"),
     "nonsense": (
         lambda answer: {**answer, "results": []},
         RemoteError,
