@@ -1,9 +1,10 @@
 """The HTTP service: a Starlette app in front of a `Scheduler`."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,9 @@ RANK_PATHS = (
 # Bytes of an answer that are sent at once. The server waits with the next bytes until the client
 # has taken most of these.
 SLICE = 65_536
+
+# A body of so many bytes takes milliseconds to parse. These are parsed one after the other.
+LARGE_BODY = 500_000
 
 
 def json_response(body: bytes) -> Response:
@@ -94,6 +98,7 @@ class _Service:
     backend: Scheduler
     settings: Settings
     metrics: Metrics
+    parsing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def routes(self) -> list[Route]:
         """All routes."""
@@ -177,7 +182,16 @@ class _Service:
         if "json" not in request.headers.get("content-type", ""):
             raise ServiceError(400, "The body must be sent with Content-Type: application/json.")
         try:
-            return RankRequest.model_validate_json(await self._read(request))
+            body = await self._read(request)
+            if len(body) < LARGE_BODY:
+                return RankRequest.model_validate_json(body)
+            # Nothing else runs while a body is parsed. After it, other requests get as much time.
+            async with self.parsing:
+                start = time.perf_counter()
+                try:
+                    return RankRequest.model_validate_json(body)
+                finally:
+                    await asyncio.sleep(time.perf_counter() - start)
         except ClientDisconnect:
             raise ServiceError(499, "The client has left.") from None
         except ValidationError as error:

@@ -131,16 +131,13 @@ def test_compose_publishes_the_port_to_the_loopback_only_and_keeps_what_must_sta
 
 
 def test_compose_waits_longer_than_a_request_may_take(steps):
-    pytest.importorskip("starlette")
-    from rsrank_rag.service.server import GRACE
-
     for service in COMPOSE["services"]:
         command = app.commands["serve"]
         found = command.make_context(
             "serve", [resolved(word) for word in arguments(steps, service)[2:]]
         ).params
         grace = int(COMPOSE["services"][service]["stop_grace_period"].removesuffix("s"))
-        assert grace > found["timeout"] + GRACE
+        assert grace > found["timeout"]
 
 
 def test_no_secret_stands_in_the_files():
@@ -177,12 +174,8 @@ def test_no_file_of_the_package_is_left_out_of_the_wheel():
         for path in (ROOT / "rsrank_rag").rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     ]
-    assert (
-        len(
-            {path.suffix for path in files} & {".html", ".md", ".mplstyle", ".safetensors", ".toml"}
-        )
-        == 5
-    )
+    kinds = {".html", ".md", ".onnx", ".safetensors", ".toml"}
+    assert kinds <= {path.suffix for path in files}
     told = "\n".join(str(path.relative_to(ROOT)) for path in files)
     found = subprocess.run(
         ["git", "check-ignore", "--no-index", "--stdin"],
