@@ -148,12 +148,17 @@ def run(
         logging.getLogger("uvicorn.error").addFilter(lambda _: app.state.failure is None)
         if not settings.closed and not ip_address(name).is_loopback:
             logger.warning("The service listens at %s without an API key.", options.host)
+        server = Server(app)
         try:
-            Server(app).run(sockets=[bound])
+            server.run(sockets=[bound])
+        except SystemExit:
+            # A signal while the model is loaded is no failure.
+            if not server.is_signalled:
+                raise
         finally:
             backend.abort()
             # It says more than the SystemExit of the server.
-            if app.state.failure is not None:
+            if app.state.failure is not None and not server.is_signalled:
                 raise app.state.failure
 
 

@@ -20,6 +20,7 @@ class Server(uvicorn.Server):
 
     def __init__(self, app: Starlette) -> None:
         self.backend = app.state.backend
+        self.is_signalled = False
         super().__init__(
             uvicorn.Config(app, http="h11", ws="none", log_config=None, access_log=False)
         )
@@ -30,6 +31,7 @@ class Server(uvicorn.Server):
         uvicorn would raise the signal again at the end. This method does not, because the exit
         status must be 0.
         """
+        self.is_signalled = True
         self.backend.is_ending = True
         self.force_exit = self.should_exit
         self.should_exit = True

@@ -681,7 +681,7 @@ async def test_the_services_refusals_are_our_errors(asynchronous, monkeypatch):
 @both_ways
 async def test_a_full_queue_is_waited_for_and_a_deadline_is_not_tried_again(asynchronous):
     model = Numbers()
-    with serving(model, {"queue_tokens": 8}) as (address, queue):
+    with serving(model, {"queue_tokens": 4}) as (address, queue):
         model.open.clear()
         first, second, third = (
             asyncio.create_task(RemoteReranker(address).arank("q", ["1"])) for _ in range(3)

@@ -689,7 +689,9 @@ def test_a_model_that_cannot_be_loaded_is_said_in_one_line_too(tmp_path):
     (tmp_path / "config.json").write_text("{")
     done = in_fresh_python("--model", str(tmp_path))
     assert done.returncode == 1
-    assert re.fullmatch(r"error: .*config\.json.*\n", done.stderr)
+    *log, error = done.stderr.splitlines()
+    assert all(json.loads(line) for line in log)
+    assert re.fullmatch(r"error: .*config\.json.*", error)
 
 
 @pytest.mark.slow
@@ -708,8 +710,8 @@ def test_without_the_extra_the_command_to_install_it_is_named(tmp_path, package)
 
 
 @contextmanager
-def process(*arguments):
-    """A running `rsrank serve`: the process and a client of it."""
+def process(*arguments, ready=True):
+    """A running `rsrank serve`, by default when it is ready: the process and a client of it."""
     command = [
         sys.executable,
         "-m",
@@ -741,6 +743,10 @@ def process(*arguments):
             assert address, line
             headers = {"Authorization": "Bearer secretkey"}
             with httpx.Client(base_url=address[1], headers=headers, timeout=300) as http:
+                if ready:
+                    wait_until(
+                        lambda: listens(address[1]) and http.get("/ready").status_code == 200
+                    )
                 yield service, http
         finally:
             service.kill()
@@ -867,6 +873,16 @@ def test_sigterm_ends_the_service_when_what_is_in_flight_has_been_answered():
         for thread in threads:
             thread.join(300)
         assert [len(answer.json()["results"]) for answer in answers] == [30, 30]
+        assert process_.wait(300) == 0
+    assert all(json.loads(line) for line in process_.log)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_end_while_the_model_is_loaded_is_no_failure(number):
+    with process(ready=False) as (process_, _):
+        wait_until(lambda: any("startup" in line for line in process_.log))
+        process_.send_signal(number)
         assert process_.wait(300) == 0
     assert all(json.loads(line) for line in process_.log)
 
