@@ -19,7 +19,7 @@ for name in ("torch", "transformers", "accelerate", "onnx"):
 from langchain_core.documents import Document
 
 from rsrank_rag import RSRank
-from rsrank_rag.errors import MissingDependencyError, pip_install
+from rsrank_rag.errors import InputError, pip_install
 from rsrank_rag.langchain import RSRankCompressor
 from rsrank_rag.remote.client import RemoteReranker
 
@@ -85,7 +85,7 @@ with tempfile.TemporaryDirectory() as folder:
 
 try:
     RSRank.from_pretrained(backbone=ranker.config.backbone.name, dtype="float16")
-except MissingDependencyError as error:
+except InputError as error:
     assert pip_install("lm") in str(error)
 else:
     raise AssertionError("torch was not missed")
