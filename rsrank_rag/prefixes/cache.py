@@ -159,10 +159,10 @@ class PrefixTiers:
         """Those of some keys that have a prefix."""
         memory = self.on_device
         with memory.lock:
-            found = {key for key in keys if key in memory.entries}
+            cached = {key for key in keys if key in memory.entries}
         if self.disk is not None:
-            found |= {key for key in keys if key in self.disk}
-        return found
+            cached |= {key for key in keys if key in self.disk}
+        return cached
 
     def get(self, key: str) -> Prefix | None:
         """A cached prefix, on the device; None if there is none."""

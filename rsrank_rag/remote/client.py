@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from pydantic import SecretStr
 from typing_extensions import Unpack
 
-from ..errors import RemoteError
+from ..errors import InputError, RemoteError, check_count
 from ..reading.documents import DocumentLike
 from ..reranker import RankCall, RankOptions, RankResult, Reranker, Rule
 from . import connections
@@ -53,6 +53,9 @@ class RemoteReranker(Reranker):
         timeout: Seconds for a call, with its retries and the pauses between them.
         max_retries: How often a request is repeated after a lost connection, a 429, 502 or 503.
             Pauses grow, and are at least as long as the service's Retry-After.
+
+    Raises:
+        InputError: An address, a key, ``timeout`` or ``max_retries`` cannot be used.
     """
 
     def __init__(
@@ -67,6 +70,9 @@ class RemoteReranker(Reranker):
         self.base_url = service_address(base_url)
         self.model = model
         self.api_key = usable_key(SecretStr(api_key) if isinstance(api_key, str) else api_key)
+        if isinstance(timeout, str) or not timeout > 0:
+            raise InputError(f"timeout must be a number of seconds above 0, got {timeout!r}.")
+        check_count("max_retries", max_retries, 0)
         self.timeout = timeout
         self.max_retries = max_retries
 

@@ -382,6 +382,15 @@ async def test_the_wait_that_the_service_asks_for_is_kept(service, address, asyn
     assert time.monotonic() - started > 0.99
 
 
+@pytest.mark.parametrize(
+    "wrong", [{"timeout": 0}, {"timeout": "5"}, {"max_retries": -1}, {"max_retries": 1.5}]
+)
+def test_a_wrong_time_or_number_of_retries_is_refused_before_a_call(wrong):
+    (name,) = wrong
+    with pytest.raises(InputError, match=f"{name} must be a"):
+        RemoteReranker("http://localhost:8080", **wrong)
+
+
 @both_ways
 async def test_a_wait_beyond_the_timeout_is_not_begun(service, address, asynchronous):
     service.script += [(503, {"message": "Loading."}, {"Retry-After": "3600"})]
