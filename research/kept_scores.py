@@ -2,16 +2,22 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rsrank_rag import RSRank
 from rsrank_rag.artifact.identity import prefix_identity
+from rsrank_rag.cli.options import progress
 from rsrank_rag.errors import InputError
 from rsrank_rag.evaluation.datasets import LabelledQuery
+from rsrank_rag.evaluation.evaluate import score_dataset
 from rsrank_rag.evaluation.metrics import ScoredQuery
 from rsrank_rag.method.arrays import to_numpy
 from rsrank_rag.partial_files import write_text
+from rsrank_rag.reranker import Reranker
+
+Sets = Mapping[str, Sequence[LabelledQuery]]
+Scored = dict[str, list[ScoredQuery]]
 
 
 def identity(ranker: RSRank) -> str:
@@ -49,3 +55,34 @@ def write(path: Path, queries: Sequence[LabelledQuery], scored: Sequence[ScoredQ
     for query, row in zip(queries, scored, strict=True):
         rows.append({"id": query.id, "scores": [float(score) for score in row.scores]})
     write_text(path, json.dumps(rows))
+
+
+def score_all(
+    systems: Mapping[str, Reranker], sets: Sets, folder: Path, key: str = ""
+) -> dict[str, Scored]:
+    """Scores of every system on every set, by label.
+
+    All systems score a query before the next one, so that systems of one model share its cached
+    prefixes.
+
+    Args:
+        systems: Label -> reranker.
+        sets: Name -> labelled queries.
+        folder: Where scores are kept; those that are there are read.
+        key: Stands in the files' names for what a label does not say, such as a model's weights.
+    """
+    scored: dict[str, Scored] = {label: {} for label in systems}
+    for name, queries in sets.items():
+        files = {label: folder / f"{label}{key}, {name}.json" for label in systems}
+        missing = [label for label, path in files.items() if not path.exists()]
+        rows: dict[str, list[ScoredQuery]] = {label: [] for label in missing}
+        if missing:
+            title = f"{', '.join(missing)}: {name}"
+            for query in progress(queries, title):
+                for label in missing:
+                    rows[label] += score_dataset(systems[label], [query])
+        for label in missing:
+            write(files[label], queries, rows[label])
+        for label, path in files.items():
+            scored[label][name] = read(path, queries)
+    return scored

@@ -29,8 +29,8 @@ from rsrank_rag.ranking.rule import Fallback, Rule
 from rsrank_rag.training.tune import find_rule, goal_for
 
 from . import kept_scores
-from .compare import Scored, score_all
 from .hub_datasets import load_sets
+from .kept_scores import Scored, score_all
 from .reproduction.config import files_in
 from .selection import LEFT_OUT, TYPED, validation
 

@@ -16,13 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from data import EVERYDAY, REAL, SETS
-from research.reproduction.tables import FigureFile, ablation_tables
 from rsrank_rag.evaluation.metrics import ScoredQuery, ranking_measures, selection_measures
 from rsrank_rag.evaluation.statistics import estimate_mean
 from rsrank_rag.ranking.rule import Rule
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("README.md", "docs/mini.md", "research/docs/results.md", "research/docs/ablations.md")
+PAGES = ("README.md", "docs/mini.md", "research/docs/results.md")
 METRICS = {"ndcg@5": "nDCG@5", "recall@5": "Recall@5", "f1": "F1@τ"}
 NOT_MEASURED = "–"
 BLOCK = re.compile(r"(<!-- figures: ([^>]+?) -->\n).*?(<!-- end of figures -->)", re.S)
@@ -322,10 +321,9 @@ def differences(
     return made
 
 
-def blocks(figures: Figures, ablations: FigureFile) -> dict[str, str]:
+def blocks(figures: Figures) -> dict[str, str]:
     """Every table, by name."""
     return {
-        "minilm": ablation_tables(ablations.figures).replace("## ", "### "),
         "mini": table(figures),
         "mini in short": overview_table(figures),
         "typed": typed_table(figures),
@@ -347,17 +345,15 @@ def rewritten(text: str, found: Mapping[str, str]) -> str:
     )
 
 
-def read(root: Path = ROOT) -> tuple[Figures, FigureFile]:
-    """The figures of both files."""
-    ablations = (root / "research/docs/minilm.json").read_text(encoding="utf-8")
-    return json.loads(
-        (root / "docs/mini.json").read_text(encoding="utf-8")
-    ), FigureFile.model_validate_json(ablations)
+def read(root: Path = ROOT) -> Figures:
+    """The figures."""
+    figures: Figures = json.loads((root / "docs/mini.json").read_text(encoding="utf-8"))
+    return figures
 
 
 def main() -> None:
     """Rewrite the pages."""
-    found = blocks(*read())
+    found = blocks(read())
     for page in PAGES:
         path = ROOT / page
         path.write_text(rewritten(path.read_text(encoding="utf-8"), found), encoding="utf-8")

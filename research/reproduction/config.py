@@ -1,10 +1,9 @@
-"""Configuration of ``python -m research.reproduce`` in TOML: sets, systems, tables, ablations."""
+"""Configuration of ``python -m research.reproduce`` in TOML: sets and systems."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field
 from typing_extensions import Self
 
 from rsrank_rag.adapters.kinds import parse
@@ -15,7 +14,6 @@ from rsrank_rag.training.recipe import read_toml, validated
 from ..hub_datasets import Split
 from ..negatives import Negatives
 from ..recipe import SetPart as NamedSetPart
-from .ablations import AblationPart, chosen
 
 SHIPPED = Path(__file__).parent / "recipes"
 ARTIFACT = (
@@ -61,11 +59,6 @@ class Reproduction(BaseModel, extra="forbid", frozen=True):
     artifact: str | None = None
     sets: tuple[SetPart, ...] = ()
     systems: tuple[SystemPart, ...] = ()
-    ablations: Annotated[
-        tuple[AblationPart, ...],
-        BeforeValidator(lambda given: [given] if isinstance(given, dict) else given),
-    ] = ()
-    """One table ``[ablations]`` is the only one of several ``[[ablations]]``."""
 
     @classmethod
     def load(
@@ -105,11 +98,9 @@ class Reproduction(BaseModel, extra="forbid", frozen=True):
 
     def _checked(self, source: str) -> Self:
         """With the artifact's name in place; InputError for what no run could use."""
-        if not self.systems and not self.ablations:
-            raise InputError(
-                f"{source} names neither systems nor ablations. Add [[systems]] or [[ablations]]."
-            )
-        if self.systems and not self.sets:
+        if not self.systems:
+            raise InputError(f"{source} names no systems. Add [[systems]].")
+        if not self.sets:
             raise InputError(f"{source} names no sets. Pass --data FILE with labelled queries.")
         systems = tuple(
             part.model_copy(update={"name": self._named(part.name, source)})
@@ -117,8 +108,6 @@ class Reproduction(BaseModel, extra="forbid", frozen=True):
         )
         for system in systems:
             parse(system.name)
-        for part in self.ablations:
-            chosen(part.names)
         for kind, titles in (
             ("systems", [p.title for p in systems]),
             ("sets", [p.title for p in self.sets]),
@@ -169,9 +158,4 @@ def plan(config: Reproduction) -> str:
         kind = f", {given.count} {given.kind} negatives {where}" if given.count else ""
         lines.append(f"  set      {part.title}: {part.file or part.split}, {many}{kind}")
     lines += [f"  system   {part.title}: {part.name}" for part in config.systems]
-    for ablations in config.ablations:
-        names = [ablation.name for ablation in chosen(ablations.names)]
-        lines.append(
-            f"  ablations of {ablations.recipe}, {len(ablations.seeds)} seeds: {'; '.join(names)}"
-        )
     return "\n".join(lines)

@@ -5,11 +5,15 @@ on. What cannot be loaded or scored is named with its error, and the others stil
 """
 
 import gc
+import hashlib
+import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from pydantic import ValidationError
+from typing_extensions import Self
 
 from rsrank_rag.adapters.kinds import load, parse
 from rsrank_rag.artifact import hub
@@ -18,14 +22,14 @@ from rsrank_rag.errors import InputError, RSRankError
 from rsrank_rag.evaluation.datasets import LabelledQuery
 from rsrank_rag.evaluation.evaluate import score_dataset
 from rsrank_rag.evaluation.metrics import ScoredQuery
+from rsrank_rag.evaluation.statistics import Record
 from rsrank_rag.partial_files import write_text
 from rsrank_rag.ranking.rule import Rule
 
 from ..best_threshold import shared_threshold
 from ..comparison import Comparison, Measured, compare
-from .ablations import Ablations, Kept, chosen, sha, state_of
 from .config import Reproduction, SystemPart
-from .tables import AblationFigures, FigureFile, ablation_tables, figures_of, page
+from .tables import page
 from .thresholds import write_figures
 
 
@@ -76,17 +80,8 @@ def reproduce(
         text = outcome.comparison.model_dump_json(indent=1)
         write_text(output / "comparison.json", text + "\n")
         write_figures(output / "figures", complete, outcome.comparison)
-    figures = run.ablations()
-    tables = ablation_tables(figures)
-    if figures:
-        write_text(
-            output / "ablations.json",
-            FigureFile(figures=tuple(figures)).model_dump_json(indent=1) + "\n",
-        )
     outcome.tables = output / "tables.md"
-    text = page(
-        config.name, list(sets), outcome.measured, outcome.comparison, tables, outcome.failures
-    )
+    text = page(config.name, list(sets), outcome.measured, outcome.comparison, outcome.failures)
     write_text(outcome.tables, text)
     return outcome
 
@@ -121,11 +116,14 @@ class _Run:
 
     def measure(self, part: SystemPart, sets: dict[str, list[LabelledQuery]]) -> None:
         """Score the sets without scores; load the system only if there is one."""
-        files = {
-            label: self.output / "scores" / f"{sha(part.title, label)[:16]}.json" for label in sets
-        }
+        folder = self.output / "scores"
+        files = {label: folder / f"{_digest(part.title, label)[:16]}.json" for label in sets}
         keys = {label: self._key(part, queries) for label, queries in sets.items()}
-        done = {label: kept for label in sets if (kept := _Kept.read(files[label], keys[label]))}
+        done = {}
+        for label in sets:
+            stored = _StoredScores.read(files[label], keys[label])
+            if stored is not None:
+                done[label] = stored
         missing = [label for label in sets if label not in done]
         try:
             options = part.options(self.options)
@@ -142,7 +140,7 @@ class _Run:
                 self.fail(f"{part.title}, {label}", error)
                 continue
             scores = tuple(tuple(query.scores) for query in scored)
-            done[label] = _Kept(key=keys[label], threshold=system.threshold, scores=scores)
+            done[label] = _StoredScores(key=keys[label], threshold=system.threshold, scores=scores)
             write_text(files[label], done[label].model_dump_json() + "\n")
         if done:
             found = {label: done[label].scored(sets[label]) for label in sets if label in done}
@@ -163,23 +161,42 @@ class _Run:
         options = part.options(self.options)
         how = [options.dtype, options.quantised, self.config.titles]
         folder = parse(part.name)[1]  # another artifact in a local folder is another system
-        state = state_of(Path(folder).iterdir()) if hub.is_folder(folder) else ""
-        return sha(part.name, str(part.revision), str(how), state, *texts)
-
-    def ablations(self) -> list[AblationFigures]:
-        found = []
-        for part in self.config.ablations:
-            runner = Ablations(part, self.output / "ablations", self.say, self.fail)
-            found += figures_of(runner.run(chosen(part.names)), part.setup)
-        return found
+        state = _state_of(Path(folder)) if hub.is_folder(folder) else ""
+        return _digest(part.name, str(part.revision), str(how), state, *texts)
 
 
-class _Kept(Kept):
+class _StoredScores(Record):
     """Scores of one system on one set; labels and texts stay in the data."""
 
+    key: str
+    """Hash of everything that the scores depend on."""
     threshold: float | None
     scores: tuple[tuple[float, ...], ...]
 
+    @classmethod
+    def read(cls, path: Path, key: str) -> Self | None:
+        """The scores of this key; None if the file is missing or has another key."""
+        try:
+            stored = cls.model_validate_json(path.read_text(encoding="utf-8"))
+        except (OSError, ValidationError, UnicodeDecodeError):
+            return None
+        return stored if stored.key == key else None
+
     def scored(self, queries: Sequence[LabelledQuery]) -> list[ScoredQuery]:
+        """The scores with the queries' labels."""
         labels = ([document.relevant for document in query.documents] for query in queries)
         return list(map(ScoredQuery, self.scores, labels))
+
+
+def _digest(*texts: str) -> str:
+    return hashlib.sha256(json.dumps(texts).encode()).hexdigest()
+
+
+def _state_of(folder: Path) -> str:
+    """Names, sizes and times of a folder's files."""
+    states = []
+    for file in sorted(folder.iterdir()):
+        if file.is_file():
+            state = file.stat()
+            states.append((file.name, state.st_size, state.st_mtime_ns))
+    return str(states)

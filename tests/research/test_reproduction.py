@@ -1,41 +1,25 @@
 """research.reproduce: configuration, resuming, and a whole run on tiny random models."""
 
-import json
 import random
 import re
 import statistics
 
 import pytest
-import torch
 from click.testing import CliRunner
-from conftest import CHAT, DOCUMENTS, ENCODER, LAYERS, QUERIES
+from conftest import DOCUMENTS, QUERIES
 
 from research.comparison import Comparison, Measured, compare
 from research.recipe import ResearchRecipe, SetPart
 from research.reproduce import reproduce as reproduce_command
-from research.reproduction.ablations import (
-    ABLATIONS,
-    GROUPS,
-    AblationPart,
-    AblationRow,
-    Ablations,
-    chosen,
-    pick,
-)
 from research.reproduction.config import SHIPPED, Reproduction, plan
 from research.reproduction.run import reproduce
-from research.reproduction.signals import SignalReader, reader_of
-from research.reproduction.tables import METRICS, FigureFile, ablation_tables, figures_of, page
+from research.reproduction.tables import page
 from research.reproduction.thresholds import own_best, set_best
 from rsrank_rag.backends.options import LoadOptions
-from rsrank_rag.backends.torch.check import open_backbone
-from rsrank_rag.backends.torch.loading import load_model
 from rsrank_rag.errors import InputError
 from rsrank_rag.evaluation.datasets import LabelledDocument, LabelledQuery, read_labelled
 from rsrank_rag.evaluation.evaluate import score_dataset, summarise
 from rsrank_rag.evaluation.metrics import ScoredQuery
-from rsrank_rag.method.scoring import Row, ShiftReader
-from rsrank_rag.method.template import PromptTokenizer
 from rsrank_rag.ranking.rule import Rule
 from rsrank_rag.training.fit import FitOptions
 from rsrank_rag.training.recipe import shipped
@@ -106,7 +90,6 @@ def test_the_papers_configuration_is_its_protocol():
     assert {part.split for part in found.sets} == {"test"}
     text = plan(found)
     assert "15 random negatives" in text
-    assert all(name in text for name in ABLATIONS)
     assert "15 bm25 negatives" in plan(
         Reproduction.load("paper", artifact="mini", negatives="bm25")
     )
@@ -124,7 +107,7 @@ def test_every_shipped_configuration_is_valid(name, data):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('name = "x"\nsystems = []', "names neither systems nor ablations"),
+        ('name = "x"\nsystems = []', "names no systems"),
         ('name = "x"\nsystems = [{name = "bm25"}]', "names no sets. Pass --data"),
         ('name = "x"\nfoo = 1\nsystems = [{name = "bm25"}]', "foo: there is no such entry"),
         ('name = "x"\nsystems = [{name = "bm52"}]\nsets = [{name = "fiqa"}]', "no system 'bm52'"),
@@ -245,13 +228,7 @@ def test_a_whole_run_gives_tables_and_figures_of_the_scores(artifact, ranker, da
         name = "tiny"
         sets = [{{file = "{data / "one.jsonl"}"}}, {{file = "{data / "two.jsonl"}", queries = 3}}]
         systems = [{{name = "artifact", label = "tiny"}}, {{name = "bm25"}}]
-        [ablations]
-        recipe = "{tmp_path / "recipe.toml"}"
-        names = ["no-margin", "closed-separation", "layers: last", "raw", "0 queries"]
-        train = [{{file = "{data / "one.jsonl"}"}}]
-        evaluation = [{{file = "{data / "two.jsonl"}"}}]
     """
-    (tmp_path / "recipe.toml").write_text(recipe_text(artifact), encoding="utf-8")
     outcome = reproduce(
         Reproduction.load(written(tmp_path, text), artifact=str(artifact)),
         tmp_path / "out",
@@ -271,34 +248,14 @@ def test_a_whole_run_gives_tables_and_figures_of_the_scores(artifact, ranker, da
         "Thresholds",
         "F1 gap",
         "Headroom",
-        "Ablations on two",
     ):
         assert f"## {title}" in page
     value = summarise(expected, Rule(0.0))["ndcg@5"]
     assert re.search(rf"\| tiny \| (\*\*)?{100 * value:.1f}(\*\*)? \|", page)
-    for name in ("base", "no-margin", "closed-separation", "layers: last", "raw", "0 queries"):
-        assert f"| {name} |" in page
     figures = {path.stem for path in (tmp_path / "out").rglob("*.png")}
     assert {"f1-gap", "score-range-0"} <= figures
     saved = (tmp_path / "out" / "comparison.json").read_text("utf-8")
     assert Comparison.model_validate_json(saved) == outcome.comparison
-
-
-def recipe_text(artifact):
-    config = json.loads((artifact / "config.json").read_text(encoding="utf-8"))
-    return f"""
-        name = "tiny"
-        validation = 0.3
-        [model]
-        name = "{config["backbone"]["name"]}"
-        device = "cpu"
-        dtype = "float32"
-        [template]
-        instruction = {json.dumps(CHAT.instruction)}
-        [fit]
-        epochs = 2
-        projection_dim = 4
-    """
 
 
 def test_the_command_prints_its_plan_and_refuses_what_is_wrong(data):
@@ -361,40 +318,7 @@ def test_differences_are_those_of_the_means_and_bold_where_zero_is_outside_of_th
     assert "| mean | +0.0 [+0.0, +0.0] | +0.0 [+0.0, +0.0] | +0.0 [+0.0, +0.0] |" in same
 
 
-def test_an_ablation_stands_beside_its_paired_difference_to_the_base():
-    def row(name, f1, ndcg):
-        metrics = dict.fromkeys(METRICS, (0.5,) * 40) | {"ndcg@5": ndcg * 10, "f1@0": f1 * 10}
-        return AblationRow(
-            name=name,
-            group="g",
-            changes="c",
-            dataset="a",
-            parameters=1234,
-            metrics=metrics,
-            tau_best=0,
-            seconds=1,
-        )
-
-    rows = [
-        row("base", (0.5, 0.6, 0.7, 0.8), (0.5,) * 4),
-        row("worse", (0.1, 0.2, 0.3, 0.4), (0.4, 0.6, 0.4, 0.6)),
-    ]
-    text = ablation_tables(figures_of(rows))
-    base, worse = (line.split(" | ") for line in text.splitlines() if line.startswith("| g |"))
-    assert base[-3:-1] == ["", ""]
-    assert worse[-3:] == ["+0.0 [-3.0, +3.0]", "**-40.0 [-40.0, -40.0]**", "1,234 |"]
-
-
-# Ablations
-
-
-@pytest.mark.parametrize("recipe", ["encoder", "qwen3-8b"])
-def test_every_ablation_is_a_valid_change_of_a_shipped_recipe(recipe):
-    unchanged = ResearchRecipe.load(recipe)
-    same = {f"P={unchanged.fit.projection_dim}"}
-    for name, ablation in ABLATIONS.items():
-        changed = ResearchRecipe.load(recipe, ablation.changes)
-        assert (changed == unchanged) == (not ablation.changes or name in same), name
+# Recipes
 
 
 def test_the_recipes_for_qwen3_are_valid_and_keep_fever_out_of_training():
@@ -417,180 +341,3 @@ def test_a_set_is_a_file_or_a_name_and_not_both(data):
     )
     with pytest.raises(ValueError, match="either file or dataset"):
         SetPart(file="x.jsonl", dataset="fiqa")
-
-
-def test_ablations_are_found_by_name_group_or_all():
-    assert [a.name for a in chosen(["keys"])] == ["base", "keys"]
-    assert [a.name for a in chosen(["loss"])][1:] == [
-        "no-calibration",
-        "no-margin",
-        "no-orthogonality",
-        "no-alignment",
-        "no-frobenius",
-    ]
-    assert [a.name for a in chosen(["all"])] == list(ABLATIONS)
-    with pytest.raises(InputError, match="no ablation 'lossy'"):
-        chosen(["lossy"])
-    assert len(GROUPS) > 8
-
-
-@pytest.mark.parametrize("count", [1, 2, 7])
-def test_halves_are_the_whole(count):
-    items = list(range(5, 5 + count))
-    halves = pick(items, "first half") + pick(items, "second half")
-    assert set(halves) == set(items)
-    assert pick(items, "last") == (items[-1],)
-    assert all(pick(items, share) for share in ("first", "last", "every second", "second half"))
-
-
-def test_ablations_are_run_once_and_a_failure_stops_no_other(artifact, data, tmp_path):
-    (tmp_path / "recipe.toml").write_text(recipe_text(artifact), encoding="utf-8")
-    said, failures = [], {}
-    part = AblationPart(
-        recipe=str(tmp_path / "recipe.toml"),
-        train=(SetPart(file=str(data / "one.jsonl")),),
-        evaluation=(SetPart(file=str(data / "two.jsonl")),),
-    )
-    runner = Ablations(part, tmp_path / "runs", said.append, failures.__setitem__)
-    wanted = [ABLATIONS[name] for name in ("800 queries", "0 queries", "P=4", "heads: first half")]
-    found = runner.run(wanted)
-    assert isinstance(failures.pop("ablation '800 queries'"), InputError)
-    assert not failures
-    assert {row.name: row.parameters for row in found} == {
-        "0 queries": 3 * 2 * 4 * 16,
-        "P=4": 3 * 2 * 4 * 16,
-        "heads: first half": 3 * 1 * 4 * 16,
-    }
-    assert {len(row.metrics["f1@0"]) for row in found} == {5}
-    said.clear()
-    assert runner.run(wanted[1:]) == found
-    assert said == []
-
-
-# Other signals
-
-
-@pytest.fixture(scope="module")
-def opened(tiny_folder):
-    """Function: kind -> (backbone, prompts) of a tiny fp32 model."""
-
-    def load(kind):
-        model, tokenizer, _ = load_model(tiny_folder(kind), revision=None, options=CPU)
-        core = open_backbone(model)
-        template = ENCODER if kind == "bert" else CHAT
-        return core, PromptTokenizer(
-            tokenizer, template, max_length=core.max_length, shared_positions=core.causal
-        )
-
-    return load
-
-
-def plain_states(core, prefix, query, signal):
-    """Layer -> (1, H, T, D): one run of transformers over prefix and query, without a probe."""
-    ids = torch.tensor([[*prefix, *query.ids]])
-    with torch.no_grad():
-        found = core.model(input_ids=ids, output_hidden_states=True, use_cache=True)
-    scored = slice(len(prefix) + query.start, len(prefix) + query.stop)
-    if signal == "hidden":
-        return {layer: found.hidden_states[layer][:, None, scored] for layer in range(1, LAYERS)}
-    part = "keys" if signal == "keys" else "values"
-    return {
-        layer: getattr(found.past_key_values.layers[layer], part)[:, :, scored]
-        for layer in range(1, LAYERS)
-    }
-
-
-@pytest.mark.parametrize("kind", ["qwen3", "llama"])
-@pytest.mark.parametrize(
-    ("signal", "null"),
-    [
-        ("values", "none"),
-        ("values", "matched"),
-        ("keys", "matched"),
-        ("hidden", "empty"),
-        ("hidden", "matched"),
-    ],
-)
-def test_other_signals_are_those_of_a_plain_run(opened, kind, signal, null):
-    core, prompts = opened(kind)
-    queries = [prompts.query(text) for text in QUERIES[:2]]
-    documents = [prompt.ids for prompt in prompts.documents(DOCUMENTS[:3], 10)]
-    rows = [
-        Row(documents[0], queries[0]),
-        Row(documents[1], queries[1]),
-        Row(documents[2], queries[0]),
-    ]
-    reader, found = reader_of(signal, null)(core, prompts, range(1, LAYERS)), {}
-    with torch.no_grad():
-        reader.read(rows, found.__setitem__)
-    assert list(found) == list(range(1, LAYERS))
-    for number, row in enumerate(rows):
-        expected = plain_states(core, row.document, row.query, signal)
-        if null != "none":
-            filler = reader.filled(len(row.document)) if null == "matched" else prompts.null_prefix
-            assert null == "empty" or len(filler) == len(row.document)
-            alone = plain_states(core, filler, row.query, signal)
-        for layer, value in expected.items():
-            wanted = value - alone[layer] if null != "none" else value
-            shift = found[layer][number : number + 1]
-            bound = 1e-5 * float(value.abs().max())
-            assert (shift[:, :, : row.query.length] - wanted).abs().max() <= bound
-            assert not shift[:, :, row.query.length :].any()
-
-
-def test_filler_fills_the_documents_place_and_shifts_nothing(opened):
-    core, prompts = opened("llama")
-    reader, found = reader_of("values", "matched")(core, prompts, range(1, LAYERS)), {}
-    filled = reader.filled(40)
-    (document,) = prompts.documents(["x"], 10)
-    start, end = len(prompts.null_prefix) - prompts.after_document, prompts.after_document
-    assert (filled[:start], filled[-end:]) == (document.ids[:start], document.ids[-end:])
-    with torch.no_grad():
-        reader.read([Row(filled, prompts.query(QUERIES[0]))], found.__setitem__)
-    assert all(shift.abs().max() == 0 for shift in found.values())
-
-
-def test_value_vectors_read_row_by_row_are_what_scoring_reads(opened):
-    core, prompts = opened("bert")
-    rows = [
-        Row(prompt.ids, prompts.query(QUERIES[number % 2]))
-        for number, prompt in enumerate(prompts.documents(DOCUMENTS[:3], 10))
-    ]
-    slow, fast = {}, {}
-    with torch.no_grad():
-        SignalReader(core, prompts, range(1, LAYERS), signal="values", null="empty").read(
-            rows, slow.__setitem__
-        )
-        ShiftReader(core, prompts, range(1, LAYERS)).read(rows, fast.__setitem__)
-    for layer, shift in fast.items():
-        assert (slow[layer] - shift).abs().max() <= 1e-4 * shift.abs().max()
-
-
-def test_ablations_of_seeds_are_joined_and_their_figures_can_be_read_back(artifact, data, tmp_path):
-    (tmp_path / "recipe.toml").write_text(recipe_text(artifact), encoding="utf-8")
-    part = {
-        "recipe": str(tmp_path / "recipe.toml"),
-        "names": ["oracle similarity", "3 queries"],
-        "seeds": [0, 1],
-    }
-    sets = {
-        "train": [{"file": str(data / "one.jsonl")}],
-        "evaluation": [{"file": str(data / "two.jsonl")}],
-    }
-    with pytest.raises(InputError, match="no ablation '3 queries'"):
-        Reproduction(name="x", ablations=[{**part, **sets}])._checked("x")
-    part["names"] = ["oracle similarity"]
-    outcome = reproduce(Reproduction(name="x", ablations={**part, **sets}), tmp_path / "out")
-    found = FigureFile.model_validate_json(
-        (tmp_path / "out" / "ablations.json").read_text(encoding="utf-8")
-    )
-    base, oracle = found.figures
-    assert (base.name, base.seeds, oracle.name, oracle.seeds) == ("base", 2, "oracle similarity", 1)
-    assert base.spread["ndcg@5"] >= 0
-    assert ablation_tables(found.figures) in outcome.tables.read_text(encoding="utf-8")
-    (line,) = [
-        line
-        for line in ablation_tables(found.figures).splitlines()
-        if "| oracle similarity |" in line
-    ]
-    assert line.split(" | ")[7] == ""  # it has no zero, so no F1 there
