@@ -51,6 +51,7 @@ TABLES = {
     "decoders, typed": Table("research/docs/results.md", DECODERS, decoders.typed),
     "decoders, thresholds": Table("research/docs/results.md", DECODERS, decoders.thresholds),
     "decoders, gaps": Table("research/docs/results.md", DECODERS, decoders.gaps),
+    "decoders, ablations": Table("research/docs/results.md", DECODERS, decoders.ablations),
 }
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 VERMILION = "#D55E00"
 BLACK = "#000000"
+SKY = "#56B4E9"
 
 # Panels in a row of a figure.
 COLUMNS = 3
@@ -56,8 +57,8 @@ def panel_grid(names: Collection[str], height: float) -> tuple[Figure, list[Axes
 
 
 def name_axes(figure: Figure, x_label: str, y_label: str) -> None:
-    """Name the axes, and put one legend below all panels, which show the same things."""
+    """Name the axes, and put one legend above all panels, which show the same things."""
     figure.supxlabel(x_label, size="medium")
     figure.supylabel(y_label, size="medium")
     handles, labels = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
+    figure.legend(handles, labels, loc="outside upper center", ncols=len(labels))

@@ -211,17 +211,23 @@ def gaps(figures: Any) -> str:
 
 
 def ablations(figures: Any) -> str:
-    """One table for each group of changes."""
+    """One table for each group of changes.
+
+    The share of FLOPs is that of the layers that run for a document: B over k layers needs the
+    first k, because of layer k only the query's value vectors are read.
+    """
     rows = Figures.model_validate(figures).ablations
+    all_layers = 1 + max((row.layers for row in rows), default=0)
     blocks = []
     for group in dict.fromkeys(row.group for row in rows):
-        cells = [_ablation_cells(row) for row in rows if row.group == group]
-        head = [group, "trained on", "layers", "numbers in B", "nDCG@5", "Recall@5", "F1 at zero"]
-        blocks.append(table([*head, "F1 at best"], cells))
+        cells = [_ablation_cells(row, all_layers) for row in rows if row.group == group]
+        head = [group, "trained on", "layers", "FLOPs", "numbers in B", "nDCG@5", "Recall@5"]
+        blocks.append(table([*head, "F1 at zero", "F1 at best"], cells))
     return "\n\n".join(blocks)
 
 
-def _ablation_cells(row: AblationRow) -> list[str]:
-    numbers = [f"{row.training_queries}", f"{row.layers}", f"{row.parameters:,}"]
+def _ablation_cells(row: AblationRow, all_layers: int) -> list[str]:
+    share = f"{row.layers / all_layers:.0%}"
+    numbers = [f"{row.training_queries}", f"{row.layers}", share, f"{row.parameters:,}"]
     metrics = ("ndcg@5", "recall@5", "f1@0", "f1@best")
     return [row.name, *numbers, *(row.metrics[metric].shown(points) for metric in metrics)]

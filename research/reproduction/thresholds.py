@@ -22,8 +22,6 @@ from ..comparison import Comparison, Measured, SetResult
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-SKY = "#56B4E9"
-
 # Last characters of a system's name in figures.
 NAME_LENGTH = 32
 
@@ -162,7 +160,9 @@ def score_ranges(
         axes = figure.subplots()
         rows = range(len(ranges))
         lows, highs = np.transpose(list(ranges.values()))
-        axes.barh(rows, highs - lows, left=lows, height=0.5, color=SKY, alpha=0.6, label="scores")
+        axes.barh(
+            rows, highs - lows, left=lows, height=0.5, color=plots.SKY, alpha=0.6, label="scores"
+        )
         axes.axvline(
             threshold, color=plots.BLACK, linestyle="--", linewidth=1.2, label=label, zorder=2
         )

@@ -8,16 +8,18 @@ import torch
 from click.testing import CliRunner
 from conftest import DOCUMENTS, LAYERS, QUERIES
 
-from research.decoders import ablations, measure, tables, train
+from research.decoders import ablations, figures, measure, tables, train
 from research.decoders.extract import SignalReader, extract
 from research.decoders.plan import FIRST_DOCUMENTS, Plan, first_places, in_order, with_typo
 from research.decoders.store import Store
 from rsrank_rag import RSRank
+from rsrank_rag.artifact import hub
 from rsrank_rag.artifact.opening import open_model
 from rsrank_rag.backends.options import LoadOptions
 from rsrank_rag.evaluation.metrics import ScoredQuery
 from rsrank_rag.method.scoring import Row, ShiftReader
 from rsrank_rag.method.template import Template
+from rsrank_rag.training.feature_scores import scored
 from rsrank_rag.training.features import FeatureExtractor
 from rsrank_rag.training.fit import FitOptions
 from rsrank_rag.training.recipe import FeaturePart
@@ -243,17 +245,40 @@ def test_b_learns_from_the_sets_that_a_recipe_names(folder, features):
 def test_tables_show_the_measures_of_the_scores():
     labels = ((True, False, False), (False, False))
     scores = {"ours": {"threshold": 0.0, "scores": {"everyday.passage": [[1, 2, -1], [0.5, -1]]}}}
-    figures = {"scores": {"labels": {"everyday.passage": labels}, "systems": scores}}
+    content = {"scores": {"labels": {"everyday.passage": labels}, "systems": scores}}
     # nDCG@5 is that of the answerable query: its relevant passage is second.
     row = "| everyday questions (2) | ours | 63.1 | 0.75 | zero | 0% | 1.5 | 33.3 | 100% |"
-    assert row in tables.typed(figures)
-    assert "| everyday questions (2) | 63.1 | 33.3 | 33.3 |" in tables.overview(figures)
-    figures["scores"]["systems"]["mini"] = scores["ours"]
-    assert "| `mini` | 28M | no torch | 63.1 / 33.3 |" in tables.ladder(figures)
-    del figures["scores"]["systems"]["mini"]
-    figures["scores"]["labels"] = {"fiqa": labels[:1]}
-    figures["scores"]["systems"]["ours"]["scores"] = {"fiqa": [[1, 2, -1]]}
-    assert "| ours | 63.1 | 63.1 |" in tables.papers_sets(figures)
-    assert "| Qwen3-8B, the paper | 97.5 | 97.5 |" in tables.papers_sets(figures)
-    assert "| ours | FiQA | 1 | 66.7 | 66.7 | 0.0 |  |  |" in tables.gaps(figures)
-    assert "| ours | 0.333 | 0.000 | 0.0000 | 0.333 |" in tables.thresholds(figures)
+    assert row in tables.typed(content)
+    assert "| everyday questions (2) | 63.1 | 33.3 | 33.3 |" in tables.overview(content)
+    content["scores"]["systems"]["mini"] = scores["ours"]
+    assert "| `mini` | 28M | no torch | 63.1 / 33.3 |" in tables.ladder(content)
+    del content["scores"]["systems"]["mini"]
+    content["scores"]["labels"] = {"fiqa": labels[:1]}
+    content["scores"]["systems"]["ours"]["scores"] = {"fiqa": [[1, 2, -1]]}
+    assert "| ours | 63.1 | 63.1 |" in tables.papers_sets(content)
+    assert "| Qwen3-8B, the paper | 97.5 | 97.5 |" in tables.papers_sets(content)
+    assert "| ours | FiQA | 1 | 66.7 | 66.7 | 0.0 |  |  |" in tables.gaps(content)
+    assert "| ours | 0.333 | 0.000 | 0.0000 | 0.333 |" in tables.thresholds(content)
+
+
+def test_the_directions_after_b_add_up_to_the_score(folder, features, artifact):
+    queries = Plan.load(str(folder / "plan.toml")).files("dev")["2wiki.sentence"].drawn()
+    query = Store(features).read("2wiki.sentence", queries)[queries[0].id]
+    config = hub.read_config(artifact)
+    weights = dict(hub.read_projection(artifact, config).named_parameters())
+    after = figures.directions(query, weights["weight"].detach())
+    (expected,) = scored([query], weights)
+    rows = config.projection_dim
+    assert (after.sum(1) / rows**0.5).tolist() == pytest.approx(expected.scores, abs=1e-3)
+    assert figures.directions(query, None).shape[0] == len(query.relevant)
+
+
+def test_the_figures_of_the_scores_are_drawn(tmp_path):
+    labels = {"fiqa": [[True, False, False], [False, True]]}
+    scores = {"fiqa": [[3.0, 1.0, -1.0], [0.5, 1.5]]}
+    systems = {name: {"threshold": 0.0, "scores": scores} for name in ("ours", "theirs")}
+    file = tmp_path / "figures.json"
+    file.write_text(json.dumps({"scores": {"labels": labels, "systems": systems}}))
+    run(figures.main, file, "--output", tmp_path)
+    for name in ("decoders-f1-gap", "decoders-score-range"):
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
