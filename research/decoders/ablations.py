@@ -149,7 +149,7 @@ def run(ablation: Ablation, features: Features, options: FitOptions) -> Ablation
             return None
         training = random.Random("samples").sample(training, ablation.queries)
     sets = [training, features.validation, features.test]
-    training, validation, test = (_first_layers(queries, ablation.layers) for queries in sets)
+    training, validation, test = (first_layers(queries, ablation.layers) for queries in sets)
     layers = range(1, 1 + len(test[0].shifts))
     parameters = 0
     if ablation.method == "oracle":
@@ -186,7 +186,8 @@ def _projection(
     return closed_form(training, layers, form, projection_dim=options.projection_dim)
 
 
-def _first_layers(queries: Sequence[QueryFeatures], count: int | None) -> list[QueryFeatures]:
+def first_layers(queries: Sequence[QueryFeatures], count: int | None) -> list[QueryFeatures]:
+    """Features of the first layers that B can read, which are layers 1 to ``count``."""
     return [replace(query, shifts=query.shifts[:count]) for query in queries]
 
 

@@ -22,6 +22,7 @@ from rsrank_rag.training.store import QueryFeatures
 from .. import plots
 from ..best_threshold import best_threshold
 from ..reproduction.thresholds import f1_gap_curves, score_ranges, threshold_stability
+from .ablations import first_layers
 from .measure import Figures, Scores
 from .plan import Plan
 from .store import Store
@@ -132,8 +133,9 @@ def main(
     drawn["decoders-score-range"] = ranges(scores, first)
     if plan and features and artifact:
         part = Plan.load(plan).files("dev")[SET]
-        queries = list(Store(features).read(SET, part.drawn()).values())
         config = hub.read_config(artifact)
+        read = Store(features).read(SET, part.drawn()).values()
+        queries = first_layers(list(read), len(config.layers))
         weights = dict(hub.read_projection(artifact, config).named_parameters())
         drawn["decoders-shifts"] = shift_map(queries, weights["weight"].detach())
     for name, figure in drawn.items():

@@ -19,7 +19,7 @@ from rsrank_rag.training.feature_scores import scored
 from rsrank_rag.training.store import QueryFeatures
 
 from ..best_threshold import shared_threshold
-from .ablations import AblationRow, read_ablations
+from .ablations import AblationRow, first_layers, read_ablations
 from .plan import Plan
 from .store import Store
 
@@ -90,7 +90,10 @@ def score_stored(
     """Scores of an artifact's B on stored features."""
     config = hub.read_config(artifact)
     weights = dict(hub.read_projection(artifact, config).named_parameters())
-    scores = {name: rounded(scored(rows, weights)) for name, (_, rows) in sets.items()}
+    scores = {}
+    for name, (_, rows) in sets.items():
+        read = first_layers(rows, len(config.layers))
+        scores[name] = rounded(scored(read, weights))
     return SystemScores(
         threshold=config.threshold,
         max_gap=config.max_gap,

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import click
 import numpy as np
-from pydantic import BaseModel, PositiveFloat
+from pydantic import BaseModel, PositiveFloat, PositiveInt
 from torch import Tensor
 from typing_extensions import Self
 
@@ -31,6 +31,7 @@ from rsrank_rag.training.recipe import read_toml, validated
 from rsrank_rag.training.store import QueryFeatures
 from rsrank_rag.training.verdict import measure
 
+from .ablations import first_layers
 from .plan import Plan
 from .store import Store
 
@@ -46,6 +47,8 @@ class DecoderRecipe(BaseModel, extra="forbid", frozen=True):
     """Names of the plan's training sets."""
     whole: bool = False
     """Whether only queries of which all documents have been read are used."""
+    last_layer: PositiveInt | None = None
+    """The last layer that B reads; None for the last one of the features."""
     validation: PositiveFloat = 0.1
     """Share of each set's queries that choose the epoch and the rule."""
     bits: Literal[4, 8, 16] = 4
@@ -90,7 +93,8 @@ def read_sets(recipe: DecoderRecipe, store: Store) -> TrainingSets:
     for name in recipe.sets:
         if name not in files:
             raise InputError(f"The plan {recipe.plan!r} has no training set {name!r}.")
-        features = list(store.read(name, files[name].drawn(), whole=recipe.whole).values())
+        queries = store.read(name, files[name].drawn(), whole=recipe.whole).values()
+        features = first_layers(list(queries), recipe.last_layer)
         if len(features) < 2:
             raise InputError(f"{store.folder} has features of {len(features)} queries of {name}.")
         training, validation = split(len(features), recipe.validation, recipe.fit.seed)

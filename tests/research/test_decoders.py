@@ -240,6 +240,9 @@ def test_b_learns_from_the_sets_that_a_recipe_names(folder, features):
     sets = train.read_sets(recipe, Store(features))
     assert (len(sets.training), len(sets.held_out)) == (7, 1)
     assert train.changed(FitOptions(epochs=2)) == {"epochs": 2}
+    shorter = train.read_sets(recipe.model_copy(update={"last_layer": 2}), Store(features))
+    assert {len(query.shifts) for query in shorter.training} == {2}
+    assert torch.equal(shorter.training[0].shifts, sets.training[0].shifts[:2])
 
 
 def test_tables_show_the_measures_of_the_scores():
