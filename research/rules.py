@@ -35,10 +35,10 @@ from .reproduction.config import files_in
 from .selection import LEFT_OUT, TYPED, validation
 
 OUTPUT = Path(__file__).parent / "docs" / "thresholds.json"
-DEFAULT = Rule(0.0, max_gap=2.0, fallback=Fallback(1.0, 2.0))
+DEFAULT = Rule(0.0, max_gap=2.75, fallback=Fallback(1.0, 2.5))
 """The rule of the `mini` whose figures thresholds.json holds."""
-GAPS = (1.0, 1.5, 2.5, 3.0, None)
-FALLBACKS = ((1, 1), (1, 3), (1, 4), (0.5, 2), (0, 2), (2, 2))
+GAPS = (1.0, 1.5, 2.0, 2.5, 3.0, 3.5, None)
+FALLBACKS = ((1, 1.5), (1, 2), (1, 3), (1, 4), (0.5, 2.5), (0, 2.5), (2, 2.5))
 SIZES, SEEDS = (30, 60), 3
 """Queries that a rule is tuned on, and how often they are drawn from each set."""
 
@@ -50,8 +50,8 @@ def candidates() -> list[Rule]:
     rules = [Rule(0.0), Rule(-1.0), Rule(-2.0), Rule(top_n=1), Rule(top_n=3), Rule(top_n=5)]
     rules.append(Rule(-1.5, max_gap=1.5))
     rules += [Rule(0.0, gap, DEFAULT.fallback) for gap in GAPS]
-    rules += [Rule(0.0, 2.0, Fallback(*fallback)) for fallback in FALLBACKS]
-    return [DEFAULT, *rules, Rule(0.0, 2.0)]
+    rules += [Rule(0.0, DEFAULT.max_gap, Fallback(*fallback)) for fallback in FALLBACKS]
+    return [DEFAULT, *rules, Rule(0.0, DEFAULT.max_gap)]
 
 
 def figures_of(queries: Sequence[ScoredQuery], rule: Rule) -> Figures:
