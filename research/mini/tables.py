@@ -179,16 +179,17 @@ def shift_table(figures: Figures) -> str:
 def overview_table(figures: Figures) -> str:
     """The README's second table: means over families of the public sets, by each system's rule."""
     systems = list(figures)[:2]
-    rows: dict[str, list[float]] = {}
     seen, unseen = rows_of(figures)
     seen = [name for name in seen if name not in TYPED]
+    lines = ["| | " + " | ".join(f"{name}: seen | not seen" for name in systems) + " |"]
+    lines.append(f"|---|{'--:|' * 2 * len(systems)}")
     for metric, label in (("ndcg@5", "nDCG@5"), ("f1", "F1"), ("lost", "answers lost")):
-        for kind, names in (("seen", seen), ("not seen", unseen)):
-            means = [family_mean(by_rule(figures, each, metric), names) for each in systems]
-            rows[f"{label}, {kind}"] = [100 * mean for mean in means]
-    lines = [f"| | {' | '.join(systems)} |", f"|---|{'--:|' * len(systems)}"]
-    for label, values in rows.items():
-        lines.append(f"| {label} | {' | '.join(f'{value:.1f}' for value in values)} |")
+        means = []
+        for system in systems:
+            for names in (seen, unseen):
+                means.append(family_mean(by_rule(figures, system, metric), names))
+        cells = " | ".join(f"{100 * mean:.1f}" for mean in means)
+        lines.append(f"| {label} | {cells} |")
     return "\n".join(lines)
 
 
