@@ -148,7 +148,8 @@ def papers_sets(figures: Any) -> str:
 def typed(figures: Any) -> str:
     """What is lost and kept of typed questions, at zero and by the artifact's rule."""
     scores = Figures.model_validate(figures).scores
-    head = ["questions", "model", "nDCG@5", "AUROC", "rule", "lost", "kept", "F1", "false"]
+    head = ["questions", "model", "nDCG@5", "AUROC", "rule", "lost", "kept", "F1"]
+    head.append("called relevant")
     rows = []
     for name, title in TYPED_SETS.items():
         if name not in scores.labels:
@@ -158,7 +159,8 @@ def typed(figures: Any) -> str:
             separation = auroc(*best_scores(queries)) or 0.0
             for words, rule in (("zero", Rule(0.0)), ("default", of_system.rule)):
                 values = selection_measures(queries, rule)
-                false_lists = values["kept"][np.isnan(values["recall"])] > 0
+                called = values["called_relevant"]
+                called = called[~np.isnan(called)]
                 row = [
                     f"{title} ({len(queries)})",
                     system,
@@ -168,7 +170,7 @@ def typed(figures: Any) -> str:
                     f"{np.nanmean(values['lost']):.0%}",
                     f"{values['kept'].mean():.1f}",
                     points(float(values["f1"].mean())),
-                    f"{np.mean(false_lists):.0%}" if len(false_lists) else "",
+                    f"{called.mean():.0%}" if len(called) else "",
                 ]
                 rows.append(row)
     return table(head, rows)
