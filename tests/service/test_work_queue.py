@@ -46,19 +46,45 @@ def costs(batch):
     return total
 
 
-async def test_clients_that_wait_get_equal_shares_of_a_batch():
+async def test_clients_that_wait_get_equal_shares():
     waiting = queue()
-    for client, count in (("large", 900), ("small", 300), ("tiny", 1)):
-        waiting.add(client, pairs(*map(str, range(count))), 512)
+    for client in ("large", "small"):
+        waiting.add(client, pairs(*map(str, range(900 if client == "large" else 300))), 512)
     cut(waiting)
     shares = Counter()
     for _ in range(20):
         batch = waiting.next_batch()
         assert sum(item.cost for item in batch) == 100
-        assert "tiny" not in costs(batch) or not shares
         shares += costs(batch)
-    assert shares["tiny"] == 10
-    assert abs(shares["large"] - shares["small"]) <= 10
+    assert abs(shares["large"] - shares["small"]) <= 20
+
+
+async def test_a_client_that_had_little_lately_comes_before_one_that_had_much():
+    waiting = queue()
+    waiting.add("greedy", pairs(*map(str, range(900))), 512)
+    cut(waiting)
+    for _ in range(10):
+        waiting.next_batch()
+    for client in ("first", "second"):
+        waiting.add(client, pairs(*map(str, range(6))), 512)
+    cut(waiting)
+    # The items of clients that had little share a batch, which is not filled up for the greedy one.
+    assert costs(waiting.next_batch()) == {"first": 50, "second": 50}
+    assert costs(waiting.next_batch()) == {"first": 10, "second": 10}
+    assert costs(waiting.next_batch()) == {"greedy": 100}
+
+
+async def test_what_a_client_had_long_ago_does_not_count():
+    waiting = queue()
+    waiting.add("once", pairs(*map(str, range(100))), 512)
+    cut(waiting)
+    # Its items are done after ten batches.
+    for _ in range(400):
+        waiting.next_batch()
+    for client in ("once", "new"):
+        waiting.add(client, pairs(*map(str, range(100, 200))), 512)
+    cut(waiting)
+    assert costs(waiting.next_batch()) == {"once": 50, "new": 50}
 
 
 async def test_a_client_with_large_items_gets_no_more_than_one_with_small_items():
@@ -82,17 +108,6 @@ async def test_an_item_larger_than_a_batch_runs_alone_and_others_take_turns_with
     batches = [costs(waiting.next_batch()) for _ in range(7)]
     assert batches[0] == batches[6] == {"large": 500}
     assert batches[1:6] == [{"other": 100}] * 5
-
-
-async def test_a_client_that_waited_before_gets_nothing_for_it():
-    waiting = queue()
-    waiting.add("first", pairs(*map(str, range(100))), 512)
-    cut(waiting)
-    for _ in range(5):
-        waiting.next_batch()
-    waiting.add("second", pairs(*map(str, range(100))), 512)
-    cut(waiting)
-    assert costs(waiting.next_batch()) == {"first": 50, "second": 50}
 
 
 async def test_copies_are_scored_once():
