@@ -404,7 +404,7 @@ def rude_bodies() -> dict[str, bytes]:
         "a thousand of 500 characters": body([f"{n} {long[:500]}" for n in range(1000)]),
         "long queries": body([f"{n} short" for n in range(120)], query[:9990]),
         "copies and long queries": body([f"{n % 60} short" for n in range(120)], query[:9990]),
-        "answers of 20 MB": body(["1 " + "x" * 950_000] * 10, return_documents=True, top_k=10),
+        "answers of 16 MB": body(["1 " + "x" * 800_000] * 10, return_documents=True, top_k=10),
         "10 MB of []": b'{"query": "q", "documents": [' + b",".join([b"[]"] * 3_300_000) + b"]}",
         "10 MB in one text": body(["x" * 9_900_000]),
     }

@@ -115,10 +115,13 @@ class WorkQueue:
         request = QueuedRequest(client, work, asyncio.get_running_loop().create_future())
         for pair in dict.fromkeys(pairs):
             request.outcomes[pair] = {}
-            for section in sections_of(pair, max_tokens):
+            sections = sections_of(pair, max_tokens)
+            # What is read of the document, and one character, which shows whether there is more.
+            read = replace(pair, document=pair.document[: sections[-1][1] + 1])
+            for section in sections:
                 size = section[1] - section[0]
                 cost = 1 + (size + len(pair.query)) // CUT_PER_TOKEN
-                request.items.append(QueueItem(request, pair, Task(pair, "cut", section), cost))
+                request.items.append(QueueItem(request, pair, Task(read, "cut", section), cost))
                 if max_tokens and pair.reading.is_whole:
                     size = min(size, CHARACTERS_PER_TOKEN * max_tokens)
                 request.tokens += (size + len(pair.query)) // CHARACTERS_PER_TOKEN + 1
