@@ -37,6 +37,9 @@ from typing import Any
 import httpx
 import torch
 
+from rsrank_rag.ranking.pairs import Pair, parts_of, spans_of
+from rsrank_rag.reading.parts import Reading
+
 from .timing import machine
 from .workload import Plain, by_hooks, load, on_torch, passages, question
 
@@ -221,7 +224,11 @@ def verdict(traffic: Traffic, records: Sequence[Record], dtype: str) -> tuple[st
     sample = random.Random(0).sample(pairs, min(SAMPLE, len(pairs)))
     off = [0.0]
     for query, place in sample:
-        score = reference.score(traffic.questions[query], [traffic.corpus[place]])[0]
+        # Of a long passage, the score of the best window counts.
+        reading = Reading(long_documents=plain.long_documents)
+        pair = Pair(traffic.questions[query], traffic.corpus[place], reading=reading)
+        parts = parts_of(pair, spans_of(pair, plain.token_ends))
+        score = max(reference.score(pair.query, [part.document for part in parts]))
         off += [
             abs(seen - score)
             for record in records

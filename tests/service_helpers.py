@@ -12,10 +12,9 @@ from rsrank_rag import Reranker
 from rsrank_rag.errors import InputError, ScoringError
 from rsrank_rag.ranking.explanation import Explanation
 from rsrank_rag.reranker import Scored
-from rsrank_rag.service.app import Settings, create_app
+from rsrank_rag.service.app import Server, Settings, create_app
 from rsrank_rag.service.model_process import ModelProcess, answer_calls
 from rsrank_rag.service.scheduler import Scheduler
-from rsrank_rag.service.server import Server
 
 
 class Numbers(Reranker):

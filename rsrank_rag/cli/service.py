@@ -127,9 +127,8 @@ def run(
         options: Of the server and its logs.
         enter: What a user enters in another program, printed with the service's address.
     """
-    from ..service.app import create_app
+    from ..service.app import Server, create_app
     from ..service.logs import configure
-    from ..service.server import Server
 
     # The port is taken before the model is loaded, which may take minutes.
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET

@@ -164,7 +164,7 @@ class RemoteReranker(Reranker):
             raise RemoteError(
                 f"{self.base_url} could not be reached ({error!r}). "
                 "Is the service running, and base_url right?",
-                transient=isinstance(error, httpx.TransportError),
+                transient=True,
             ) from error
         if response.is_success:
             return content

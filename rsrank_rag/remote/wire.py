@@ -79,7 +79,7 @@ def parsed(
         raise RemoteError(
             f"{address} did not answer as an rsrank service does ({problems_of(error)}). Is it one?"
         ) from None
-    if model is not None and answer.model != model:
+    if model not in (None, answer.model):
         raise RemoteError(
             f"Model {model!r} was requested, and {address} holds {answer.model!r}. "
             "Give that name, or none."
@@ -122,7 +122,7 @@ def error_of(response: httpx.Response, content: bytes, address: str) -> RSRankEr
     text = f"{address} answered {status}{': ' if message else ''}{message}."
     if status < 400 or status in (401, 403, 404, 405):
         text += " Check base_url, and the key in api_key or RSRANK_API_KEY."
-    if status < 400 or status in (408, *TRANSIENT) or status >= 500:
+    if status < 400 or status in (408, 429) or status >= 500:
         seconds = response.headers.get("Retry-After", "")
         retry_after = float(seconds) if seconds.isdecimal() else 0.0
         return RemoteError(text, status, status in TRANSIENT, retry_after)

@@ -1,7 +1,10 @@
-"""The HTTP service: a Starlette app in front of a `Scheduler`."""
+"""The HTTP service: a Starlette app in front of a `Scheduler`, and uvicorn in front of the app.
+
+Slow heads, slow readers and floods of connections are a reverse proxy's business: see
+docs/serving.md and examples/nginx.conf.
+"""
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -16,7 +19,8 @@ from ..reranker import Pair
 from .messages import Outcome, ServiceError, Work, unavailable
 from .scheduler import Scheduler
 
-with needs("The service needs {}.", "serve", "prometheus_client", "starlette"):
+with needs("The service needs {}.", "serve", "prometheus_client", "starlette", "uvicorn"):
+    import uvicorn
     from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
     from starlette.applications import Starlette
     from starlette.exceptions import HTTPException
@@ -30,7 +34,7 @@ with needs("The service needs {}.", "serve", "prometheus_client", "starlette"):
     from .schemas.request import RankRequest
     from .settings import Keys, Settings
 
-__all__ = ["Settings", "create_app"]
+__all__ = ["Server", "Settings", "create_app"]
 
 PAGE = Path(__file__).with_name("page.html")
 
@@ -48,11 +52,10 @@ RANK_PATHS = (
 # has taken most of these.
 SLICE = 65_536
 
-# A body of so many bytes may take 5 ms to parse, and one of 10 MB 0.1 s, in which the server does
-# nothing else. Such bodies are parsed one after the other, with pauses that are so many times as
-# long as the parsing.
-LARGE_BODY = 500_000
-PAUSE = 9
+# The server does nothing else while it parses a body. One of so many bytes takes up to 1 ms, and
+# one of 10 MB up to 0.1 s. So larger bodies are parsed one after the other, so many bytes a second.
+LARGE_BODY = 100_000
+PARSED_PER_SECOND = 10_000_000
 
 
 def json_response(body: bytes) -> Response:
@@ -98,6 +101,34 @@ def create_app(backend: Scheduler, settings: Settings | None = None) -> Starlett
     app.state.backend = backend
     app.add_middleware(RequestMiddleware, settings=settings, keys=keys, metrics=metrics)
     return app
+
+
+class Server(uvicorn.Server):
+    """uvicorn around an app of `create_app`.
+
+    After SIGTERM or Ctrl-C, /ready is 503, and the server takes no connections and ends when the
+    requests in flight have been answered. A second signal ends it at once. The exit status is 0.
+    """
+
+    def __init__(self, app: Starlette) -> None:
+        self.backend = app.state.backend
+        self.is_signalled = False
+        super().__init__(
+            uvicorn.Config(app, http="h11", ws="none", log_config=None, access_log=False)
+        )
+
+    def handle_exit(self, sig: int, frame: object) -> None:
+        """Begin to stop the server.
+
+        uvicorn would raise the signal again at the end. This method does not, because the exit
+        status must be 0.
+        """
+        self.is_signalled = True
+        self.backend.is_ending = True
+        self.force_exit = self.should_exit
+        self.should_exit = True
+        if self.force_exit or not self.started:
+            self.backend.abort()
 
 
 @dataclass
@@ -159,7 +190,6 @@ class _Service:
             "model_id": self.backend.name,
             "model_type": {"reranker": {"id2label": {}, "label2id": {}}},
             "threshold": model.rule.threshold,
-            "explains": model.explains,
         }
         # Dify's plugin for TEI fails on a null.
         if model.max_tokens is not None:
@@ -190,20 +220,16 @@ class _Service:
             raise ServiceError(400, "The body must be sent with Content-Type: application/json.")
         try:
             body = await self._read(request)
-            if len(body) < LARGE_BODY:
-                return RankRequest.model_validate_json(body)
-            async with self.parsing:
-                start = time.perf_counter()
-                try:
-                    return RankRequest.model_validate_json(body)
-                finally:
-                    await asyncio.sleep(PAUSE * (time.perf_counter() - start))
+            if len(body) > LARGE_BODY:
+                async with self.parsing:
+                    await asyncio.sleep(len(body) / PARSED_PER_SECOND)
+            return RankRequest.model_validate_json(body)
         except ClientDisconnect:
             raise ServiceError(499, "The client has left.") from None
         except ValidationError as error:
             raise ServiceError(400, f"The body is no request. {problems_of(error)}.") from None
 
-    async def _read(self, request: Request) -> bytes:
+    async def _read(self, request: Request) -> bytearray:
         """A body, whose bytes are counted before they are in memory."""
         record, most = request.state.record, self.settings.max_body
         # A body that comes in chunks announces no length.
@@ -215,7 +241,7 @@ class _Service:
             if size > most:
                 raise ServiceError(413, f"The body is too large; it may have {most:,} bytes.")
             record.take_bytes(size - record.bytes)
-        return bytes(body)
+        return body
 
     async def _score(
         self, request: Request, pairs: Sequence[Pair], work: Work = "score"

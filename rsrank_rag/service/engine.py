@@ -32,8 +32,7 @@ class Engine:
         max_tokens = None
         with suppress(InputError):
             max_tokens = reranker.token_ends("")[1]
-        explains = type(reranker).explain is not Reranker.explain
-        return Description(reranker.native_rule, explains, max_tokens, reranker.long_documents)
+        return Description(reranker.native_rule, max_tokens, reranker.long_documents)
 
     def run(self, tasks: Sequence[Task]) -> list[Any]:
         """Do tasks of any clients: `Parts` for each section to cut, an `Outcome` for each pair.
@@ -91,8 +90,6 @@ def _halved(work: Callable[[Sequence[Task]], list[Any]], tasks: Sequence[Task]) 
         return []
     try:
         return work(tasks)
-    except KeyboardInterrupt:
-        raise
     # A panic in Rust and sys.exit() are no Exception.
     except BaseException as error:
         # After most errors, CUDA refuses everything.

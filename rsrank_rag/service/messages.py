@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from ..errors import RSRankError
@@ -59,17 +59,16 @@ class Description:
 
     Attributes:
         rule: The native rule; its threshold is None if the model has none.
-        explains: Whether scores can be taken apart.
         max_tokens: The most tokens of a document that are read; None if unknown.
         long_documents: How documents that are too long are read by default.
     """
 
     rule: Rule
-    explains: bool
     max_tokens: int | None = None
     long_documents: LongDocuments = "cut"
 
 
+@dataclass(eq=False)
 class ServiceError(RSRankError):
     """A request that gets an HTTP error.
 
@@ -80,18 +79,10 @@ class ServiceError(RSRankError):
         headers: More headers of the response, such as how long to wait before another try.
     """
 
-    def __init__(
-        self,
-        status_code: int,
-        detail: str,
-        documents: Mapping[int, str] = {},
-        headers: Mapping[str, str] = {},
-    ) -> None:
-        super().__init__(detail)
-        self.status_code = status_code
-        self.detail = detail
-        self.documents = documents
-        self.headers = headers
+    status_code: int
+    detail: str
+    documents: Mapping[int, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict)
 
 
 def unavailable() -> ServiceError:

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -89,17 +88,18 @@ class RequestMiddleware:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        headers = Headers(scope=scope)
+        request = Request(scope)
         # Clients of Azure send the key by itself.
-        azure = f"Bearer {headers.get('api-key', '')}"
-        scheme, _, sent = headers.get("authorization", azure).partition(" ")
+        azure = f"Bearer {request.headers.get('api-key', '')}"
+        scheme, _, sent = request.headers.get("authorization", azure).partition(" ")
         key = self.keys.find(sent.strip()) if scheme.lower() == "bearer" else None
         app = self.app
         if key is None and self.settings.closed and scope["path"] not in OPEN:
             text = "This service needs an API key: send it as 'Authorization: Bearer KEY'."
             app = error_response(401, text)
-        record = RequestRecord(key or (scope.get("client") or ("",))[0], self.budget)
-        scope.setdefault("state", {})["record"] = record
+        address = request.client.host if request.client else ""
+        record = RequestRecord(key or address, self.budget)
+        request.state.record = record
 
         async def send_marked(message: Message) -> None:
             if message["type"] == "http.response.start":

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from ..reranker import Pair, Reranker
-from .engine import ProcessLostError
 from .messages import Description, Outcome, Work, unavailable
 from .model_process import ModelProcess
 from .work_queue import WorkQueue
@@ -139,13 +138,10 @@ class Scheduler:
                 self._work.clear()
             try:
                 results, self._model_stats = await self.model.run([item.task for item in batch])
-            except ProcessLostError as error:
+            except Exception as error:
                 logger.error(error)
                 self._queue.put_back(batch)
                 continue
-            except Exception:
-                logger.exception("A batch failed.")
-                results = [Outcome(error="was lost.", model_failed=True)] * len(batch)
             self._queue.finish(batch, results)
             for result in results:
                 if isinstance(result, Outcome) and result.scored is not None:

@@ -5,7 +5,7 @@ import logging
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ByteSize, Field, PositiveInt, SecretStr
+from pydantic import BaseModel, ByteSize, Field, PositiveFloat, PositiveInt, SecretStr
 
 from ..errors import InputError
 from ..remote.address import usable_key
@@ -23,7 +23,7 @@ class Options(BaseModel, hide_input_in_errors=True, use_attribute_docstrings=Tru
     """Documents of one request."""
     max_body: ByteSize = Field(default="10MB", gt=0, validate_default=True)
     """Size of one request, such as 10MB."""
-    timeout: float = Field(default=60.0, gt=0)
+    timeout: PositiveFloat = 60.0
     """Seconds from a request to its answer."""
     normalize: bool = False
     """Scores from 0 to 1; 0.5: the native threshold."""
@@ -65,12 +65,9 @@ class Keys:
             self._keys = keys_of(self._settings)
         except InputError as error:
             logger.error("%s The keys that were read before stay.", error)
-        matching = None
         # All keys are compared, so that the time does not depend on which one matches.
-        for key in self._keys:
-            if hmac.compare_digest(key.encode(), sent.encode()):
-                matching = key
-        return matching
+        matching = [key for key in self._keys if hmac.compare_digest(key.encode(), sent.encode())]
+        return matching[0] if matching else None
 
 
 def keys_of(settings: Settings) -> list[str]:

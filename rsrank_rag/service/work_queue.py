@@ -8,7 +8,6 @@ much delays others by one batch.
 """
 
 import asyncio
-import math
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,9 +21,6 @@ from .messages import Budget, Outcome, Parts, Task, Work
 # Characters of a document and its query that are cut in the time in which the model runs one token:
 # with `mini` on one core, about so many of a text of quotes, and 1,000 of English.
 CUT_PER_TOKEN = 50
-
-# After each batch, the tokens that a client had count a hundredth less.
-LATEST_BATCHES = 100
 
 
 @dataclass(eq=False)
@@ -94,7 +90,7 @@ class WorkQueue:
         self.budget = Budget(tokens, "tokens")
         self.batch_tokens = batch_tokens
         self.requests: list[QueuedRequest] = []
-        # Tokens that each client had lately.
+        # Tokens that each client had lately. After each batch, they count a hundredth less.
         self._had = Counter[str]()
 
     def add(
@@ -140,19 +136,21 @@ class WorkQueue:
         """Take the items of a batch out of the queue."""
         batch: list[QueueItem] = []
         left = self.batch_tokens
-        for client, tokens in self._had.items():
-            self._had[client] = tokens - math.ceil(tokens / LATEST_BATCHES)
+        faded = {client: tokens * 99 // 100 for client, tokens in self._had.items()}
         # Without the clients that had nothing lately.
-        self._had = +self._had
+        self._had = +Counter(faded)
         while True:
             # The first item of a batch may have any cost.
-            most = left if batch else math.inf
-            ready = [one for one in self.requests if one.items and one.items[0].cost <= most]
+            ready = [
+                one
+                for one in self.requests
+                if one.items and (not batch or one.items[0].cost <= left)
+            ]
             if not ready:
                 return batch
             request = min(ready, key=lambda one: self._had[one.client])
-            begins = not batch or request.client == batch[0].request.client
-            if not begins and self._had[request.client] > self._had.total() // 2:
+            is_greedy = self._had[request.client] > self._had.total() // 2
+            if is_greedy and batch and batch[0].request.client != request.client:
                 return batch
             item = request.items.popleft()
             batch.append(item)

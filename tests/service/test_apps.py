@@ -24,8 +24,7 @@ from rsrank_rag.cli import app
 from rsrank_rag.cli import service as cli_service
 from rsrank_rag.cli.service import APPS, ServeOptions
 from rsrank_rag.ranking.results import normalise
-from rsrank_rag.service.app import Settings
-from rsrank_rag.service.server import Server
+from rsrank_rag.service.app import Server, Settings
 
 ROOT = Path(__file__).parents[2]
 REQUESTS = json.loads(Path(__file__).with_name("apps.json").read_text("utf-8"))

@@ -137,8 +137,6 @@ def test_a_section_is_cut_into_parts_with_their_costs():
 
 def test_a_model_without_explanations_says_so():
     engine = Engine(Numbers())
-    assert not engine.describe().explains
-    assert Engine(Explaining()).describe().explains
     (found,) = engine.run([Task(Pair("q", "1"), "explain")])
     assert not found.model_failed
     assert "cannot take its scores apart" in found.error

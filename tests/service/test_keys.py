@@ -114,7 +114,7 @@ def test_an_open_service_beyond_loopback_is_warned_of(host, keys, warned, tmp_pa
     if keys:
         environment[KEYS] = keys
     code = (
-        "import sys\nfrom rsrank_rag.service.server import Server\n"
+        "import sys\nfrom rsrank_rag.service.app import Server\n"
         "Server.run = lambda self, sockets: None\n"
         "from rsrank_rag.cli import app\napp(sys.argv[1:])\n"
     )

@@ -20,7 +20,7 @@ from rsrank_rag.service.schemas.request import RankRequest
 from rsrank_rag.service.settings import Settings
 
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
-MODEL = Description(Rule(1.0), False)
+MODEL = Description(Rule(1.0))
 
 
 def rerank(**fields):
@@ -146,7 +146,7 @@ def test_switches_and_numbers_are_read_as_programs_send_them(fields, top_n, retu
 
 
 def test_long_documents_are_read_as_the_model_does_by_default():
-    model = Description(Rule(1.0), False, 512, "windows")
+    model = Description(Rule(1.0), 512, "windows")
     windows = Reading(long_documents="windows")
     assert rerank().pairs(model)[0].reading == windows
     assert rerank(long_documents=None).pairs(model)[0].reading == windows
@@ -206,7 +206,7 @@ def test_the_request_decides_what_is_dropped_and_else_the_service(fields, drop, 
 
 
 def test_the_native_threshold_of_a_model_without_one_is_refused():
-    model = Description(Rule(), False)
+    model = Description(Rule())
     with pytest.raises(ServiceError, match="no native threshold") as refused:
         rule_of(rerank(threshold="native"), model, Settings())
     assert refused.value.status_code == 422

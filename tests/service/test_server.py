@@ -204,7 +204,7 @@ async def test_an_explanation_has_its_exact_parts():
 async def test_the_service_says_what_it_serves():
     async with serving() as http:
         found = (await http.get("/info")).json()
-    assert (found["model_id"], found["threshold"], found["explains"]) == ("fake", 1.0, True)
+    assert (found["model_id"], found["threshold"]) == ("fake", 1.0)
     assert "reranker" in found["model_type"]
     assert "max_input_length" not in found  # this model does not count; Dify fails on a null
 
@@ -443,7 +443,7 @@ class Broken:
     """A backend with an error that nobody thought of."""
 
     name = "broken"
-    description = Description(Rule(), False)
+    description = Description(Rule())
 
     async def start(self):
         pass

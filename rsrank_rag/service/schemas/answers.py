@@ -7,7 +7,7 @@ from typing import Any
 
 from ...errors import InputError
 from ...ranking.results import RankedDocument, RankResult, choose
-from ...ranking.rule import Rule
+from ...ranking.rule import Limits, Rule
 from ...reading.parts import WHOLE, Reading
 from ..messages import Description, Outcome, ServiceError
 from ..settings import Settings
@@ -33,8 +33,11 @@ def rule_of(request: RankRequest, model: Description, settings: Settings) -> Rul
         threshold = "native"
     if threshold == "native" and model.rule.threshold is None:
         raise ServiceError(422, "The model has no native threshold. Give a number, or null.")
+    limits = Limits(
+        threshold=threshold, max_gap=request.max_gap, fallback=request.fallback, top_n=request.most
+    )
     try:
-        return model.rule.with_limits(request.limits(threshold))
+        return model.rule.with_limits(limits)
     except InputError as error:
         raise ServiceError(422, str(error)) from None
 
@@ -81,18 +84,14 @@ def answer_to(
             rows.append(_present(index=one.index, score=one.score, text=text))
         return rows
     rows = [_row(request, one) for one in kept]
-    # All documents in the request's order, for Weaviate.
-    scores = None
-    if request.weaviates is not None:
-        every = ranked(Rule()).in_order
-        scores = [{"document": one.text, "score": one.score} for one in every]
+    every = ranked(Rule()).in_order if request.weaviates is not None else []
     return _present(
         id=uuid.uuid4().hex,
         object="rerank",
         created=int(time.time()),
         model=name,
         results=rows,
-        none_relevant=choose("", request.entries, scored, native).none_relevant,
+        none_relevant=ranked(native).none_relevant,
         meta={
             "api_version": {"version": "2"},
             # Nothing is billed, but clients read the number.
@@ -106,7 +105,8 @@ def answer_to(
         query_truncated=any(one.query_truncated for one in outcomes) or None,
         # Voyage's clients read the results here.
         data=None if request.top_k is None else rows,
-        scores=scores,
+        # Weaviate reads all scores, in the request's order.
+        scores=[{"document": one.text, "score": one.score} for one in every] or None,
     )
 
 

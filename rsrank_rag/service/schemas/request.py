@@ -13,7 +13,7 @@ from pydantic import (
 )
 from typing_extensions import Self
 
-from ...ranking.rule import Fallback, Limits, Native
+from ...ranking.rule import Fallback, Native
 from ...reading.parts import MAX_CHARACTERS, LongDocuments, Reading
 from ...reranker import Pair
 from ..messages import Description
@@ -107,12 +107,6 @@ class RankRequest(BaseModel, strict=True):
             extract=self.extract,
             long_documents=self.long_documents or default,
             max_characters=self.max_characters,
-        )
-
-    def limits(self, threshold: float | Native | None) -> Limits:
-        """The request's limits, with this threshold."""
-        return Limits(
-            threshold=threshold, max_gap=self.max_gap, fallback=self.fallback, top_n=self.most
         )
 
     def pairs(self, model: Description) -> list[Pair]:
