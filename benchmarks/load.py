@@ -417,7 +417,7 @@ def rude_bodies() -> dict[str, bytes]:
     }
 
 
-MOST_TIMES = 2.0
+MOST_TIMES = 3.0
 """How many times longer the polite clients' p99 may be beside a rude one."""
 
 RUDE_AT_ONCE = 4

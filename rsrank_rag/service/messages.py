@@ -1,4 +1,4 @@
-"""What the server and the model's process exchange, and the service's error."""
+"""What server and model's process exchange, the service's error, and limits of clients."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
