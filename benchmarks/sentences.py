@@ -4,11 +4,12 @@
 
 LangChain's filter needs `pip install langchain-community`.
 
-Files of labelled sentences are read, and the sentences of one title, in order, joined to the
-paragraph that is ranked; a file without titles (FEVER) is cut into paragraphs of four sentences
-with nothing in common. Evidence is the share of the relevant sentences' characters that is kept;
-tokens are those of the tokenizer in all that is kept, titles included. The articles are put
-together again from their paragraphs; each question is asked of its own and of others.
+The script reads files of labelled sentences. It joins the sentences of one title, in order, to the
+paragraph that is ranked. A file without titles (FEVER) is cut into paragraphs of four sentences
+with nothing in common. Evidence is the share of the relevant sentences' characters that a system
+keeps. Tokens are those of the tokenizer in all that a system keeps, titles included. The articles
+are put together again from their paragraphs. Each question is asked of its own article and of
+others.
 """
 
 from __future__ import annotations
@@ -41,11 +42,29 @@ CUTOFFS = (0.3, 0.5)
 
 @dataclass(frozen=True)
 class Paragraph:
-    """A document, its title (if any) as first line, and the spans of the relevant sentences."""
+    """A document.
+
+    Attributes:
+        text: The title, if there is one, as first line, and the sentences.
+        title: The title with its line break, or nothing.
+        evidence: Spans of the relevant sentences.
+    """
 
     text: str
     title: str
     evidence: tuple[Span, ...]
+
+    @property
+    def body(self) -> str:
+        """The text without the title."""
+        return self.text[len(self.title) :]
+
+
+Spans = list[list[Span]]
+"""Of each paragraph, the spans that a system keeps."""
+
+Filter = Callable[[str, list[Paragraph]], Spans]
+"""A system: what it keeps of paragraphs for a query."""
 
 
 def read(file: Path) -> Iterator[dict[str, Any]]:
@@ -54,41 +73,48 @@ def read(file: Path) -> Iterator[dict[str, Any]]:
         yield from map(json.loads, lines)
 
 
-def paragraphs(row: dict[str, Any]) -> list[Paragraph]:
+def paragraphs_of(row: dict[str, Any]) -> list[Paragraph]:
     """A query's sentences, joined again."""
     groups: dict[str, list[dict[str, Any]]] = {}
     for number, document in enumerate(row["documents"]):
-        groups.setdefault(document.get("title") or f"\n{number // TOGETHER}", []).append(document)
-    found = []
-    for name, own in groups.items():
+        name = document.get("title") or f"\n{number // TOGETHER}"
+        groups.setdefault(name, []).append(document)
+    paragraphs = []
+    for name, documents in groups.items():
         title = "" if name.startswith("\n") else f"{name}\n"
-        text, evidence = title, []
-        for document in own:
+        text = title
+        evidence = []
+        for document in documents:
             start = len(text)
             text += document["text"] + " "
-            evidence += [(start, len(text) - 1)] * document["relevant"]
-        found.append(Paragraph(text.rstrip(), title, tuple(evidence)))
-    return found
+            if document["relevant"]:
+                evidence.append((start, len(text) - 1))
+        paragraphs.append(Paragraph(text.rstrip(), title, tuple(evidence)))
+    return paragraphs
 
 
-Kept = list[list[Span]]
-"""Of each paragraph, what is handed on."""
+def everything(query: str, paragraphs: list[Paragraph]) -> Spans:
+    """All paragraphs, whole."""
+    return [[(len(paragraph.title), len(paragraph.text))] for paragraph in paragraphs]
 
 
-def by_rsrank(ranker: RSRank, **options: Any) -> Callable[[str, list[Paragraph]], Kept]:
+def by_rsrank(ranker: RSRank, **options: Any) -> Filter:
     """RSRank, whole paragraphs, or sentences, which are scored without the title."""
 
-    def keep(query: str, given: list[Paragraph]) -> Kept:
-        kept: Kept = [[] for _ in given]
-        texts = [one.text for one in given]
+    def keep(query: str, paragraphs: list[Paragraph]) -> Spans:
+        spans: Spans = [[] for _ in paragraphs]
         if "extract" in options:
-            texts = [one.text[len(one.title) :] for one in given]
+            texts = [paragraph.body for paragraph in paragraphs]
+        else:
+            texts = [paragraph.text for paragraph in paragraphs]
         for document in ranker.rank(query, texts, **options).kept:
-            paragraph = given[document.index]
+            paragraph = paragraphs[document.index]
             title = len(paragraph.title)
-            spans = [(title + one.start, title + one.end) for one in document.excerpts]
-            kept[document.index] = spans or [(title, len(paragraph.text))]
-        return kept
+            for excerpt in document.excerpts:
+                spans[document.index].append((title + excerpt.start, title + excerpt.end))
+            if not document.excerpts:
+                spans[document.index].append((title, len(paragraph.text)))
+        return spans
 
     return keep
 
@@ -96,11 +122,13 @@ def by_rsrank(ranker: RSRank, **options: Any) -> Callable[[str, list[Paragraph]]
 def sentences_of(paragraph: Paragraph) -> dict[str, Span]:
     """Sentences of a paragraph by their text, without its title."""
     title = len(paragraph.title)
-    text = paragraph.text[title:]
-    return {text[start:stop]: (title + start, title + stop) for start, stop in sentences(text)}
+    spans = {}
+    for start, stop in sentences(paragraph.body):
+        spans[paragraph.body[start:stop]] = (title + start, title + stop)
+    return spans
 
 
-def by_llama_index(model: Any) -> Callable[[str, list[Paragraph]], Kept]:
+def by_llama_index(model: Any) -> Filter:
     """LlamaIndex's SentenceEmbeddingOptimizer, which keeps half of each node's sentences."""
     from llama_index.core.embeddings import BaseEmbedding
     from llama_index.core.postprocessor import SentenceEmbeddingOptimizer
@@ -117,55 +145,56 @@ def by_llama_index(model: Any) -> Callable[[str, list[Paragraph]], Kept]:
             return self._get_query_embedding(text)
 
         def _get_text_embeddings(self, texts: list[str]) -> list[list[float]]:
-            return [list(map(float, one)) for one in model.encode(texts)]
+            return [list(map(float, embedding)) for embedding in model.encode(texts)]
 
     optimizer = SentenceEmbeddingOptimizer(
         embed_model=Embedding(),
         percentile_cutoff=0.5,
-        tokenizer_fn=lambda text: [text[slice(*span)] for span in sentences(text)],
+        tokenizer_fn=lambda text: [text[start:stop] for start, stop in sentences(text)],
         context_before=0,
         context_after=0,
     )
 
-    def keep(query: str, given: list[Paragraph]) -> Kept:
-        kept = []
-        for paragraph in given:
-            own = sentences_of(paragraph)
-            if len(own) > 1:  # it raises an error where half is none
-                node = NodeWithScore(node=TextNode(text=paragraph.text[len(paragraph.title) :]))
+    def keep(query: str, paragraphs: list[Paragraph]) -> Spans:
+        spans = []
+        for paragraph in paragraphs:
+            candidates = sentences_of(paragraph)
+            # The optimizer raises an error where half is none.
+            if len(candidates) > 1:
+                node = NodeWithScore(node=TextNode(text=paragraph.body))
                 text = optimizer.postprocess_nodes([node], query_str=query)[0].node.get_content()
-                own = {sentence: span for sentence, span in own.items() if sentence in text}
-            kept.append(list(own.values()))
-        return kept
+                spans.append([span for sentence, span in candidates.items() if sentence in text])
+            else:
+                spans.append(list(candidates.values()))
+        return spans
 
     return keep
 
 
-def by_langchain(model: Any, cutoff: float) -> Callable[[str, list[Paragraph]], Kept]:
-    """LangChain's EmbeddingsFilter behind a splitter into the same sentences."""
+def by_langchain(model: Any, cutoff: float) -> Filter:
+    """LangChain's EmbeddingsFilter after a splitter into the same sentences."""
     from langchain_classic.retrievers.document_compressors import EmbeddingsFilter
     from langchain_core.documents import Document
     from langchain_core.embeddings import Embeddings
 
     class MiniLM(Embeddings):
         def embed_documents(self, texts: list[str]) -> list[list[float]]:
-            return [list(map(float, one)) for one in model.encode(texts)]
+            return [list(map(float, embedding)) for embedding in model.encode(texts)]
 
         def embed_query(self, text: str) -> list[float]:
             return self.embed_documents([text])[0]
 
-    chosen = EmbeddingsFilter(embeddings=MiniLM(), k=None, similarity_threshold=cutoff)
+    embeddings_filter = EmbeddingsFilter(embeddings=MiniLM(), k=None, similarity_threshold=cutoff)
 
-    def keep(query: str, given: list[Paragraph]) -> Kept:
-        split = [
-            Document(text, metadata={"paragraph": number, "span": span})
-            for number, paragraph in enumerate(given)
-            for text, span in sentences_of(paragraph).items()
-        ]
-        kept: Kept = [[] for _ in given]
-        for document in chosen.compress_documents(split, query):
-            kept[document.metadata["paragraph"]].append(tuple(document.metadata["span"]))
-        return kept
+    def keep(query: str, paragraphs: list[Paragraph]) -> Spans:
+        documents = []
+        for number, paragraph in enumerate(paragraphs):
+            for text, span in sentences_of(paragraph).items():
+                documents.append(Document(text, metadata={"paragraph": number, "span": span}))
+        spans: Spans = [[] for _ in paragraphs]
+        for document in embeddings_filter.compress_documents(documents, query):
+            spans[document.metadata["paragraph"]].append(tuple(document.metadata["span"]))
+        return spans
 
     return keep
 
@@ -176,140 +205,155 @@ def measure_sentences(ranker: RSRank, files: list[Path], queries: int) -> list[d
     from sentence_transformers import SentenceTransformer
 
     model = SentenceTransformer(str(get_model_path()), device="cpu")
-    systems: dict[str, Callable[[str, list[Paragraph]], Kept]] = {
-        "everything": lambda query, given: [[(len(one.title), len(one.text))] for one in given],
+    systems: dict[str, Filter] = {
+        "everything": everything,
         "RSRank, whole paragraphs": by_rsrank(ranker),
         "RSRank, sentences": by_rsrank(ranker, extract="sentences"),
         "RSRank, sentences, context=1": by_rsrank(ranker, extract="sentences", context=1),
         "LlamaIndex SentenceEmbeddingOptimizer, half": by_llama_index(model),
-        **{
-            f"LangChain EmbeddingsFilter, {cutoff}": by_langchain(model, cutoff)
-            for cutoff in CUTOFFS
-        },
     }
-    found = []
+    for cutoff in CUTOFFS:
+        systems[f"LangChain EmbeddingsFilter, {cutoff}"] = by_langchain(model, cutoff)
+    records = []
     for file in files:
-        rows = [row for row in read(file) if any(one["relevant"] for one in row["documents"])][
-            :queries
-        ]
+        rows = []
+        for row in read(file):
+            if any(document["relevant"] for document in row["documents"]):
+                rows.append(row)
         for name, keep in systems.items():
-            evidence = tokens = 0.0
-            seconds = 0.0
-            for row in rows:
-                given = paragraphs(row)
-                started = time.perf_counter()
-                kept = keep(row["query"], given)
-                seconds += time.perf_counter() - started
-                evidence += share(given, kept)
-                tokens += sum(
-                    count(ranker, one, spans) for one, spans in zip(given, kept, strict=True)
-                )
-            record = {
-                "set": file.name.split(".")[0],
-                "system": name,
-                "queries": len(rows),
-                "evidence": evidence / len(rows),
-                "tokens": tokens / len(rows),
-                "evidence_per_100_tokens": 100 * evidence / tokens if tokens else 0.0,
-                "milliseconds": 1000 * seconds / len(rows),
-            }
-            found.append(record)
+            figures = measure_filter(ranker, keep, rows[:queries])
+            record = {"set": file.name.split(".")[0], "system": name, **figures}
+            records.append(record)
             print(json.dumps(record), flush=True)
-    return found
+    return records
 
 
-def share(given: list[Paragraph], kept: Kept) -> float:
-    """Of the evidence's characters, those that are kept."""
-    total = sum(stop - start for one in given for start, stop in one.evidence)
-    return (
-        sum(
-            max(0, min(stop, end) - max(start, begin))
-            for one, spans in zip(given, kept, strict=True)
-            for start, stop in one.evidence
-            for begin, end in spans
-        )
-        / total
-    )
+def measure_filter(
+    ranker: RSRank, keep: Filter, rows: list[dict[str, Any]]
+) -> dict[str, int | float]:
+    """Means over labelled queries of what a system keeps, and of its time."""
+    evidence = 0.0
+    tokens = 0
+    seconds = 0.0
+    for row in rows:
+        paragraphs = paragraphs_of(row)
+        started = time.perf_counter()
+        spans = keep(row["query"], paragraphs)
+        seconds += time.perf_counter() - started
+        evidence += evidence_share(paragraphs, spans)
+        for paragraph, own in zip(paragraphs, spans, strict=True):
+            tokens += count_tokens(ranker, paragraph, own)
+    return {
+        "queries": len(rows),
+        "evidence": evidence / len(rows),
+        "tokens": tokens / len(rows),
+        "evidence_per_100_tokens": 100 * evidence / tokens if tokens else 0.0,
+        "milliseconds": 1000 * seconds / len(rows),
+    }
 
 
-def count(ranker: RSRank, paragraph: Paragraph, spans: list[Span]) -> int:
-    """Tokens of what is kept of a paragraph."""
-    text = paragraph.title + " ".join(paragraph.text[slice(*span)] for span in sorted(spans))
-    return len(ranker.token_ends(text)[0]) if spans else 0
+def evidence_share(paragraphs: list[Paragraph], spans: Spans) -> float:
+    """Of the evidence's characters, the share that a system keeps."""
+    total = 0
+    common = 0
+    for paragraph, own in zip(paragraphs, spans, strict=True):
+        for start, stop in paragraph.evidence:
+            total += stop - start
+            for begin, end in own:
+                common += max(0, min(stop, end) - max(start, begin))
+    return common / total
 
 
-def measure_long(ranker: RSRank, file: Path, questions: int) -> list[dict[str, Any]]:
-    """A row a way of reading."""
+def count_tokens(ranker: RSRank, paragraph: Paragraph, spans: list[Span]) -> int:
+    """Tokens of what a system keeps of a paragraph."""
+    if not spans:
+        return 0
+    parts = [paragraph.text[start:stop] for start, stop in sorted(spans)]
+    return len(ranker.token_ends(paragraph.title + " ".join(parts))[0])
+
+
+def read_articles(file: Path) -> tuple[dict[str, str], list[tuple[str, str]]]:
+    """Articles by title, and each question with the title of its article."""
     pieces: dict[str, dict[int, str]] = {}
-    asked = []
+    questions = []
     for row in read(file):
-        for one in (
-            one for one in row["documents"] if one.get("title")
-        ):  # the others are of no article
-            pieces.setdefault(one["title"], {})[int(one["id"].rpartition("#")[2])] = one[
-                "text"
-            ].partition("\n")[2]
-            asked += [(row["query"], one["title"])] * one["relevant"]
-    articles = {
-        title: " ".join(own[number] for number in sorted(own)) for title, own in pieces.items()
-    }
-    articles = {
-        title: text for title, text in articles.items() if WORDS[0] <= len(text.split()) <= WORDS[1]
-    }
+        for document in row["documents"]:
+            title = document.get("title")
+            # Documents without a title are of no article.
+            if not title:
+                continue
+            number = int(document["id"].rpartition("#")[2])
+            pieces.setdefault(title, {})[number] = document["text"].partition("\n")[2]
+            if document["relevant"]:
+                questions.append((row["query"], title))
+    articles = {}
+    for title, numbered in pieces.items():
+        text = " ".join(numbered[number] for number in sorted(numbered))
+        if WORDS[0] <= len(text.split()) <= WORDS[1]:
+            articles[title] = text
+    return articles, questions
+
+
+def measure_long(ranker: RSRank, file: Path, count: int) -> list[dict[str, Any]]:
+    """A row a way of reading, over so many questions."""
+    articles, questions = read_articles(file)
     rng = random.Random(0)
-    asked = rng.sample(sorted(one for one in asked if one[1] in articles), questions)
-    chosen = [
-        [title, *rng.sample(sorted(articles.keys() - {title}), CANDIDATES - 1)]
-        for _, title in asked
-    ]
-    found = []
+    questions = rng.sample(sorted(pair for pair in questions if pair[1] in articles), count)
+    candidates = []
+    for _, title in questions:
+        others = rng.sample(sorted(articles.keys() - {title}), CANDIDATES - 1)
+        candidates.append([title, *others])
+    records = []
     for reading in ("cut", "windows"):
         started = time.perf_counter()
-        results = [
-            ranker.rank(
-                query, [articles[title] for title in titles], threshold=None, long_documents=reading
-            )
-            for (query, _), titles in zip(asked, chosen, strict=True)
-        ]
+        results = []
+        for (query, _), titles in zip(questions, candidates, strict=True):
+            texts = [articles[title] for title in titles]
+            results.append(ranker.rank(query, texts, threshold=None, long_documents=reading))
         seconds = time.perf_counter() - started
-        ranks = [
-            1 + next(n for n, one in enumerate(result.kept) if one.index == 0) for result in results
-        ]
+        ranks = [rank_of_first(result) for result in results]
+        windows = 0
+        for result in results:
+            for document in result.kept:
+                windows += document.window.count if document.window else 1
         record = {
             "long_documents": reading,
-            "articles": len(set(chain(*chosen))),
-            "questions": questions,
-            "reciprocal_rank": sum(1 / rank for rank in ranks) / questions,
-            "ndcg@5": sum(1 / math.log2(1 + rank) for rank in ranks if rank <= 5) / questions,
-            "f1@tau": sum(map(f1, results)) / questions,
-            "windows": sum(one.window.count if one.window else 1 for r in results for one in r.kept)
-            / len(results),
-            "milliseconds": 1000
-            * seconds
-            / questions,  # articles that come back are not read again
+            "articles": len(set(chain(*candidates))),
+            "questions": count,
+            "reciprocal_rank": sum(1 / rank for rank in ranks) / count,
+            "ndcg@5": sum(1 / math.log2(1 + rank) for rank in ranks if rank <= 5) / count,
+            "f1@tau": sum(map(f1, results)) / count,
+            "windows": windows / len(results),
+            # Articles that come back are not read again.
+            "milliseconds": 1000 * seconds / count,
         }
-        found.append(record)
+        records.append(record)
         print(json.dumps(record), flush=True)
-    return found
+    return records
+
+
+def rank_of_first(result: RankResult) -> int:
+    """Rank of the first document, from 1."""
+    return 1 + [document.index for document in result.kept].index(0)
 
 
 def f1(result: RankResult) -> float:
-    """Of what scores above zero, where the first document is the one that answers."""
-    above = [one.index for one in result.kept if one.score > 0]
+    """F1 of the documents above zero, where the first document is the one that answers."""
+    above = [document.index for document in result.kept if document.score > 0]
     return 2 * (0 in above) / (len(above) + 1)
 
 
 def table(figures: dict[str, Any]) -> str:
-    """What is handed on, a row a set and system, in Markdown."""
+    """What systems keep, a row a set and system, in Markdown."""
     lines = [
-        "| set | system | evidence kept | tokens a query | evidence per 100 tokens | ms a query |"
+        "| set | system | evidence kept | tokens a query | evidence per 100 tokens | ms a query |",
+        "|---|---|--:|--:|--:|--:|",
     ]
-    lines += ["|---|---|--:|--:|--:|--:|"]
-    lines += [
-        f"| {row['set']} | {row['system']} | {row['evidence']:.1%} | {row['tokens']:.0f} "
-        f"| {row['evidence_per_100_tokens']:.1%} | {row['milliseconds']:.0f} |"
-        for row in figures["sentences"]
-    ]
+    for row in figures["sentences"]:
+        lines.append(
+            f"| {row['set']} | {row['system']} | {row['evidence']:.1%} | {row['tokens']:.0f} "
+            f"| {row['evidence_per_100_tokens']:.1%} | {row['milliseconds']:.0f} |"
+        )
     return "\n".join(lines)
 
 
@@ -319,37 +363,38 @@ def long_table(figures: dict[str, Any]) -> str:
         "| `long_documents` | parts read a question | nDCG@5 | F1 at zero | ms a question |",
         "|---|--:|--:|--:|--:|",
     ]
-    lines += [
-        f"| {row['long_documents']} | {row['windows']:.0f} | {100 * row['ndcg@5']:.1f} | "
-        f"{100 * row['f1@tau']:.1f} | {row['milliseconds']:.0f} |"
-        for row in figures["long_documents"]
-    ]
+    for row in figures["long_documents"]:
+        lines.append(
+            f"| {row['long_documents']} | {row['windows']:.0f} | {100 * row['ndcg@5']:.1f} | "
+            f"{100 * row['f1@tau']:.1f} | {row['milliseconds']:.0f} |"
+        )
     return "\n".join(lines)
 
 
 def main() -> None:
-    """Measure, print and write it down."""
+    """Measure, print, and write the JSON file."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--data", type=Path, required=True, help="folder with NAME.sentence.jsonl.gz"
-    )
-    parser.add_argument("--articles", type=Path, help="labelled paragraphs of articles")
-    parser.add_argument("--model", default="mini")
-    parser.add_argument("--queries", type=int, default=60, help="of each set")
-    parser.add_argument("--questions", type=int, default=40, help="about articles")
-    parser.add_argument("--json", type=Path, default=Path("docs/sentences.json"))
+    add = parser.add_argument
+    add("--data", type=Path, required=True, help="folder with NAME.sentence.jsonl.gz")
+    add("--articles", type=Path, help="labelled paragraphs of articles")
+    add("--model", default="mini")
+    add("--queries", type=int, default=60, help="of each set")
+    add("--questions", type=int, default=40, help="about articles")
+    add("--json", type=Path, default=Path("docs/sentences.json"))
     options = parser.parse_args()
     ranker = RSRank.from_pretrained(options.model, device="cpu")
-    cold = RSRank.from_pretrained(
-        options.model, device="cpu", cache_size=0
-    )  # the others keep nothing either
+    # The other systems keep nothing between calls either.
+    uncached = RSRank.from_pretrained(options.model, device="cpu", cache_size=0)
     files = [options.data / f"{name}.sentence.jsonl.gz" for name in SETS]
-    found = {"model": options.model, "sentences": measure_sentences(cold, files, options.queries)}
+    figures = {
+        "model": options.model,
+        "sentences": measure_sentences(uncached, files, options.queries),
+    }
     if options.articles:
-        found["long_documents"] = measure_long(ranker, options.articles, options.questions)
-    options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        figures["long_documents"] = measure_long(ranker, options.articles, options.questions)
+    options.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
