@@ -3,9 +3,9 @@
     python -m benchmarks.fuzz artifacts --cases 3000
     python -m benchmarks.fuzz prefixes --cases 3000
 
-A case damages one file at random: bits flipped, bytes cut out or put in, the file
-cut short, emptied, filled with noise, or replaced by another one. Ends with 1 if a case has any
-other outcome, and prints the seed that repeats it.
+A case damages one file at random: bits flipped, bytes cut out or put in, the file cut short,
+emptied, filled with noise, or replaced by another one. The command ends with 1 if a case has any
+other outcome, and prints the seed that repeats the case.
 """
 
 from __future__ import annotations
@@ -19,12 +19,16 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+from torch import Tensor
 from tqdm import tqdm
 
 from rsrank_rag import RSRank
 from rsrank_rag.artifact import hub
+from rsrank_rag.artifact.config import RSRankConfig
 from rsrank_rag.errors import ArtifactError
 
+CHANGED = "WRONG: read as something else"
+"""Outcome of a damaged artifact that was read with another config or other weights."""
 QUERY = "Which animal gives milk?"
 TEXTS = [
     "The cow is an animal that gives milk.",
@@ -33,42 +37,45 @@ TEXTS = [
     "Rain fell all day, and the river rose.",
 ]
 TOLERANCE = 0.05
-"""Scores may move so much between a document's own prefix and one kept in 8 bits."""
+"""Scores may move so much between a document's own prefix and one that is cached in 8 bits."""
 
 
 def damage(content: bytes, rng: random.Random, other: bytes) -> bytes:
     """The content, damaged in one of several ways; never as it was."""
-    place, length = rng.randrange(len(content)), rng.randint(1, 64)
+    place = rng.randrange(len(content))
+    length = rng.randint(1, 64)
+    start = content[:place]
+    end = content[place + length :]
     ways: list[Callable[[], bytes]] = [
         lambda: _flipped(content, rng),
-        lambda: content[:place],
-        lambda: content[:place] + content[place + length :],
-        lambda: content[:place] + rng.randbytes(length) + content[place:],
-        lambda: (
-            content[:place]
-            + rng.randbytes(min(length, len(content) - place))
-            + content[place + length :]
-        ),
+        lambda: start,
+        lambda: start + end,
+        lambda: start + rng.randbytes(length) + content[place:],
+        lambda: start + rng.randbytes(min(length, len(content) - place)) + end,
         lambda: rng.randbytes(length),
         lambda: b"",
         lambda: other,
         lambda: content + rng.randbytes(length),
     ]
     changed = rng.choice(ways)()
-    return damage(content, rng, other) if changed == content else changed
+    if changed == content:
+        return damage(content, rng, other)
+    return changed
 
 
 def _flipped(content: bytes, rng: random.Random) -> bytes:
-    # Headers are small beside the numbers, and more interesting: half of the time, look there.
-    place = rng.randrange(min(len(content), 600) if rng.random() < 0.5 else len(content))
-    return (
-        content[:place] + bytes([content[place] ^ (1 << rng.randrange(8))]) + content[place + 1 :]
-    )
+    # Headers are much shorter than the numbers, and more interesting: half of the flips are there.
+    length = len(content)
+    if rng.random() < 0.5:
+        length = min(length, 600)
+    place = rng.randrange(length)
+    byte = content[place] ^ (1 << rng.randrange(8))
+    return content[:place] + bytes([byte]) + content[place + 1 :]
 
 
 def artifacts(cases: int, seed: int) -> Counter[str]:
     """Damage to config.json and projection.safetensors of an artifact."""
-    found: Counter[str] = Counter()
+    outcomes: Counter[str] = Counter()
     source = hub.resolve("mini")
     with tempfile.TemporaryDirectory() as folder:
         for name in ("config.json", "projection.safetensors"):
@@ -80,28 +87,35 @@ def artifacts(cases: int, seed: int) -> Counter[str]:
             rng = random.Random(seed + case)
             path, other = rng.sample(sorted(files), 2)
             path.write_bytes(damage(files[path], rng, files[other]))
+            # This script looks for the exceptions that must not be raised.
             try:
-                read = hub.read_config(Path(folder))
-                numbers = hub.read_projection(Path(folder), read).state_dict()
-                same = read == config and all(
-                    numbers[name].equal(weight) for name, weight in weights.items()
-                )
-                found[
-                    "read as it was"
-                    if same
-                    else f"WRONG: read as something else (seed {seed + case})"
-                ] += 1
+                outcome = _artifact_outcome(Path(folder), config, weights)
             except ArtifactError:
-                found["refused with ArtifactError"] += 1
-            except Exception as error:  # what must not happen is what is looked for
-                found[f"WRONG: {type(error).__name__} (seed {seed + case}): {error}"] += 1
+                outcome = "refused with ArtifactError"
+            except Exception as error:
+                outcome = f"WRONG: {type(error).__name__} (seed {seed + case}): {error}"
+            if outcome == CHANGED:
+                outcome = f"{CHANGED} (seed {seed + case})"
+            outcomes[outcome] += 1
             path.write_bytes(files[path])
-    return found
+    return outcomes
+
+
+def _artifact_outcome(folder: Path, config: RSRankConfig, weights: dict[str, Tensor]) -> str:
+    """Whether a folder holds this config and these weights; ArtifactError if it cannot be read."""
+    read = hub.read_config(folder)
+    numbers = hub.read_projection(folder, read).state_dict()
+    if read != config:
+        return CHANGED
+    for name, weight in weights.items():
+        if not numbers[name].equal(weight):
+            return CHANGED
+    return "read as it was"
 
 
 def prefixes(cases: int, seed: int) -> Counter[str]:
-    """Damage to files of kept prefixes."""
-    found: Counter[str] = Counter()
+    """Damage to files of cached prefixes."""
+    outcomes: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as folder:
         ranker = RSRank.from_pretrained("mini", cache_folder=folder, dtype="float32")
         ranker.score(QUERY, TEXTS)
@@ -113,19 +127,21 @@ def prefixes(cases: int, seed: int) -> Counter[str]:
             path.write_bytes(damage(files[path], rng, files[other]))
             before = ranker.stats()
             ranker.cache.tiers.clear()
+            # This script looks for the exceptions that must not be raised.
             try:
                 scores = ranker.score(QUERY, TEXTS)
-            except Exception as error:  # what must not happen is what is looked for
-                found[f"WRONG: {type(error).__name__} (seed {seed + case}): {error}"] += 1
+            except Exception as error:
+                outcomes[f"WRONG: {type(error).__name__} (seed {seed + case}): {error}"] += 1
                 scores = expected
-            apart = max(abs(a - b) for a, b in zip(scores, expected, strict=True))
-            noticed = ranker.stats()["corrupt"] > before["corrupt"]
-            if apart > TOLERANCE:
-                found[f"WRONG: scores moved by {apart:.3f} (seed {seed + case})"] += 1
+            difference = max(abs(a - b) for a, b in zip(scores, expected, strict=True))
+            if difference > TOLERANCE:
+                outcomes[f"WRONG: scores moved by {difference:.3f} (seed {seed + case})"] += 1
+            elif ranker.stats()["corrupt"] > before["corrupt"]:
+                outcomes["computed again"] += 1
             else:
-                found["computed again" if noticed else "read as it was"] += 1
+                outcomes["read as it was"] += 1
             path.write_bytes(files[path])
-    return found
+    return outcomes
 
 
 def main() -> None:
@@ -133,15 +149,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parts = {part.__name__: part for part in (artifacts, prefixes)}
+    parts = {"artifacts": artifacts, "prefixes": prefixes}
     parser.add_argument("part", choices=parts)
     parser.add_argument("--cases", type=int, default=3000)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    found = parts[options.part](options.cases, options.seed)
-    for outcome, count in found.most_common():
+    outcomes = parts[options.part](options.cases, options.seed)
+    for outcome, count in outcomes.most_common():
         print(f"{count:>7,}  {outcome}")
-    sys.exit(any(outcome.startswith("WRONG") for outcome in found))
+    sys.exit(any(outcome.startswith("WRONG") for outcome in outcomes))
 
 
 if __name__ == "__main__":
