@@ -3,8 +3,8 @@
     python -m benchmarks.decoder_cost --model qwen2.5-coder-0.5b --backbone FOLDER \
         --output docs/decoder-cost.json
 
-The floor is the time of the real tokens' linear maps at the speed of a large matrix product. Each
-number of threads has a process of its own.
+The floor is the time of the real tokens' linear maps at the speed of a large matrix product. The
+script starts one process for each number of threads.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def figures(model: str, backbone: str | None, turns: int) -> dict[str, Any]:
         opened: list[RSRank] = []
 
         def reopen() -> None:
-            # A new object has nothing in memory beside the folder.
+            # A new object has no prefix in memory.
             opened[:] = [RSRank(*parts, cache_folder=folder)]
 
         systems = [
@@ -71,13 +71,14 @@ def figures(model: str, backbone: str | None, turns: int) -> dict[str, Any]:
         "tflops": ceiling / 1e12,
         "rows": {},
     }
-    for one in measured:
-        tokens = rows + (sum(lengths) if one.name == "new" else 0)
-        floor = per_token * tokens / ceiling
-        result["rows"][one.name] = {
-            "seconds": one.median,
-            "floor": floor,
-            "peak_bytes": one.peak,
+    for system in measured:
+        tokens = rows
+        if system.name == "new":
+            tokens += sum(lengths)
+        result["rows"][system.name] = {
+            "seconds": system.median,
+            "floor": per_token * tokens / ceiling,
+            "peak_bytes": system.peak,
         }
     return result
 
@@ -125,8 +126,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         command += ["--turns", str(options.turns)]
         if options.backbone:
             command += ["--backbone", options.backbone]
-        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-        results[str(threads)] = json.loads(done.stdout.splitlines()[-1])
+        process = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+        results[str(threads)] = json.loads(process.stdout.splitlines()[-1])
     recorded: dict[str, Any] = {"machine": machine(), "models": {}}
     if options.output and options.output.exists():
         recorded["models"] = json.loads(options.output.read_text(encoding="utf-8"))["models"]

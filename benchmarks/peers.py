@@ -4,14 +4,15 @@
     python -m benchmarks.peers      # writes docs/peers.json
     python -m benchmarks.tables     # writes its table in docs/benchmarks.md
 
-One process for each processor (as it is; limited to AVX-512 with VNNI, as many servers are, and to
-AVX2) and number of threads; within a process all systems take turns in random order, with the same
-texts. The peers' weights are random: time only. Torch, oneDNN and MKL are limited by their own
-settings, ONNX Runtime by `processor.c`, which answers what it asks the processor (needs cc and
-objdump); a column for which it never asked is not kept. Columns of the file that were not asked for
-(``--processors``, ``--threads``) stay. The floor is what the floating-point operations of a call
-without cached prefixes would take at the rate of a large matrix product in float32. Torch counts
-the operations, because ONNX Runtime counts none.
+The script starts one process for each number of threads and each processor: as it is, limited to
+AVX-512 with VNNI as many servers are, and limited to AVX2. Within a process all systems take turns
+in random order, with the same texts. The peers have random weights, so only their time means
+something. Torch, oneDNN and MKL are limited by their own settings. ONNX Runtime is limited by
+`processor.c`, which answers ONNX Runtime's questions about the processor (needs cc and objdump). A
+column in which ONNX Runtime asked no such question is not written. Columns of other processors or
+other numbers of threads (``--processors``, ``--threads``) stay in the file. The floor is the time
+that the floating-point operations of a call without cached prefixes would take at the rate of a
+large matrix product in float32. Torch counts the operations, because ONNX Runtime counts none.
 """
 
 from __future__ import annotations
@@ -32,7 +33,20 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 PROCESSORS = {"as it is": None, "AVX-512 with VNNI": "avx512vnni", "AVX2": "avx2"}
-"""What `processor.c` is asked to leave."""
+"""The instructions that `processor.c` leaves to a processor; None for all."""
+LIMITS = {
+    "avx512vnni": {
+        "ATEN_CPU_CAPABILITY": "avx512",
+        "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI",
+        "MKL_ENABLE_INSTRUCTIONS": "AVX512",
+    },
+    "avx2": {
+        "ATEN_CPU_CAPABILITY": "avx2",
+        "ONEDNN_MAX_CPU_ISA": "AVX2",
+        "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+    },
+}
+"""Variables that limit torch, oneDNN and MKL to these instructions."""
 BASE = "ONNX Runtime, 6 layers, int8"
 SHARES = (0.0, 0.5, 0.84, 1.0)
 SHAPE = {
@@ -59,9 +73,12 @@ def cross_encoder(layers: int, dtype: str, tokenizer: Any) -> Score:
         model.to(getattr(torch, dtype)).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         ranker = CrossEncoder(folder, device="cpu", max_length=512, model_kwargs={"dtype": dtype})
-    return lambda query, documents: ranker.predict(
-        [(query, d) for d in documents], show_progress_bar=False
-    )
+
+    def score(query: str, documents: Sequence[str]) -> object:
+        pairs = [(query, document) for document in documents]
+        return ranker.predict(pairs, show_progress_bar=False)
+
+    return score
 
 
 def onnx(
@@ -69,7 +86,7 @@ def onnx(
 ) -> Score:
     """A cross-encoder in ONNX Runtime, with its optimizer and its dynamic quantization.
 
-    Written to the folder by the first process that wants it.
+    The first process that needs the model writes it to the folder.
     """
     import onnxruntime
 
@@ -79,22 +96,20 @@ def onnx(
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     session = onnxruntime.InferenceSession(str(path), options, ["CPUExecutionProvider"])
-    wanted = {given.name for given in session.get_inputs()}
+    names = [model_input.name for model_input in session.get_inputs()]
 
     def score(query: str, documents: Sequence[str]) -> list[float]:
-        order = sorted(
-            range(len(documents)), key=lambda i: len(documents[i])
-        )  # as CrossEncoder and FlashRank do
-        found = [0.0] * len(documents)
+        # CrossEncoder and FlashRank sort by length, too.
+        order = sorted(range(len(documents)), key=lambda i: len(documents[i]))
+        scores = [0.0] * len(documents)
         for start in range(0, len(order), batch):
             rows = order[start : start + batch]
-            texts = tokenizer(
-                [query] * len(rows), [documents[i] for i in rows], padding=True, return_tensors="np"
-            )
-            logits = session.run(None, {name: texts[name] for name in wanted})[0]
+            texts = [documents[i] for i in rows]
+            tokens = tokenizer([query] * len(rows), texts, padding=True, return_tensors="np")
+            logits = session.run(None, {name: tokens[name] for name in names})[0]
             for row, logit in zip(rows, logits, strict=True):
-                found[row] = float(logit[0])
-        return found
+                scores[row] = float(logit[0])
+        return scores
 
     return score
 
@@ -112,7 +127,8 @@ def export(layers: int, bits: int, path: Path) -> None:
     )
     names = ["input_ids", "attention_mask", "token_type_ids"]
     example = torch.ones(2, 16, dtype=torch.long)
-    plain, fused = (str(path.with_suffix(suffix)) for suffix in (".plain", ".fused"))
+    plain = str(path.with_suffix(".plain"))
+    fused = str(path.with_suffix(".fused"))
     axes = {name: {0: "rows", 1: "tokens"} for name in names}
     model = BertForSequenceClassification(config).eval()
     torch.onnx.export(
@@ -121,14 +137,15 @@ def export(layers: int, bits: int, path: Path) -> None:
     optimized = optimize_model(plain, "bert", num_heads=config.num_attention_heads, hidden_size=384)
     optimized.save_model_to_file(fused if bits == 8 else str(path))
     if bits == 8:
-        extra = {"DefaultTensorType": TensorProto.FLOAT}  # of what the fused operators return
+        # The type of what the fused operators return.
+        extra = {"DefaultTensorType": TensorProto.FLOAT}
         quantize_dynamic(
             fused, path, per_channel=True, weight_type=QuantType.QInt8, extra_options=extra
         )
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """All systems in this process."""
+    """Measure all systems in this process: the figures of one column."""
     import torch
 
     from rsrank_rag import RSRank
@@ -137,11 +154,10 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     from .workload import QUERY, on_torch, passages
 
     torch.set_num_threads(options.threads)
-    documents, threads = passages(options.documents, options.words), options.threads
-    ranker, exact = (
-        RSRank.from_pretrained("mini", dtype=dtype, cache_size=4 * 10**9)
-        for dtype in ("int8", "float32")
-    )
+    documents = passages(options.documents, options.words)
+    threads = options.threads
+    ranker = RSRank.from_pretrained("mini", dtype="int8", cache_size=4 * 10**9)
+    exact = RSRank.from_pretrained("mini", dtype="float32", cache_size=4 * 10**9)
     plain = on_torch(dtype="float32")
     tokenizer: Any = plain.prompts.tokenizer
     (counted,) = measure(
@@ -164,8 +180,10 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
     with tempfile.TemporaryDirectory() as own:
         folder = options.folder or Path(own)
-        systems = [
-            *[system(f"mini, {share:.0%} cached", ranker.score, cache(share)) for share in SHARES],
+        systems = []
+        for share in SHARES:
+            systems.append(system(f"mini, {share:.0%} cached", ranker.score, cache(share)))
+        systems += [
             system("mini in float32, 0% cached", exact.score, exact.cache.tiers.clear),
             system(BASE, onnx(6, 8, tokenizer, threads, folder)),
             system("ONNX Runtime, 12 layers, int8", onnx(12, 8, tokenizer, threads, folder)),
@@ -173,20 +191,20 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             system("CrossEncoder, 6 layers, float32", cross_encoder(6, "float32", tokenizer)),
         ]
         measured = measure(systems, options.turns, memory=False)
-    base = next(m for m in measured if m.name == BASE)
+    base = {result.name: result for result in measured}[BASE]
     ceiling = matmul_ceiling(torch.device("cpu"), torch.float32)
-    rows = [
-        {
-            "system": m.name,
-            "milliseconds": round(1e3 * m.median, 1),
-            "of_onnx_int8": round(1 / m.times_faster_than(base), 3),
-        }
-        for m in measured
-    ]
-    limited = (
-        options.processor == "as it is"
-        or ctypes.c_int.in_dll(ctypes.CDLL(None), "processor_answers").value > 0
-    )
+    rows = []
+    for result in measured:
+        rows.append(
+            {
+                "system": result.name,
+                "milliseconds": round(1e3 * result.median, 1),
+                "of_onnx_int8": round(1 / result.times_faster_than(base), 3),
+            }
+        )
+    limited = True
+    if options.processor != "as it is":
+        limited = ctypes.c_int.in_dll(ctypes.CDLL(None), "processor_answers").value > 0
     return {
         "machine": machine(),
         "onnx_runtime_limited_too": limited,
@@ -198,49 +216,59 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 def table(results: Sequence[dict[str, Any]]) -> str:
     """Markdown of times relative to ONNX Runtime in int8 with 6 layers, one column a process."""
-    threads = {1: "1 thread", 2: "2 threads"}
-    heads = [f"{r['processor']}, {threads.get(r['threads'], r['threads'])}" for r in results]
-    machines: dict[str, list[str]] = {}
+    names = {1: "1 thread", 2: "2 threads"}
+    heads = []
+    machines: dict[str, set[str]] = {}
+    columns = []
+    systems: dict[str, None] = {}
     for result in results:
-        machine = result["machine"].replace(f", {result['threads']} threads", "")
-        machines.setdefault(machine, []).append(str(threads.get(result["threads"])))
-    where = "".join(
-        f"- {', '.join(sorted({*of}))}: {machine}\n" for machine, of in machines.items()
-    )
-    head = f"`mini` runs on ONNX Runtime, in int8 where no dtype is named.\n\n{where}\n"
+        threads = result["threads"]
+        heads.append(f"{result['processor']}, {names.get(threads, threads)}")
+        machine = result["machine"].replace(f", {threads} threads", "")
+        machines.setdefault(machine, set()).add(str(names.get(threads)))
+        column = {row["system"]: row for row in result["rows"]}
+        columns.append(column)
+        systems |= dict.fromkeys(column)
+    head = "`mini` runs on ONNX Runtime, in int8 where no dtype is named.\n\n"
+    for machine, labels in machines.items():
+        head += f"- {', '.join(sorted(labels))}: {machine}\n"
     lines = ["| of ONNX int8's time | " + " | ".join(heads) + " |", "|---|" + "--:|" * len(results)]
-    of = [{row["system"]: row for row in result["rows"]} for result in results]
-    for name in dict.fromkeys(name for column in of for name in column):
-        cells = [f"{column[name]['of_onnx_int8']:.2f}" if name in column else "" for column in of]
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    own = [f"{column[BASE]['milliseconds']:.0f}" for column in of]
+    for system in systems:
+        cells = []
+        for column in columns:
+            cells.append(f"{column[system]['of_onnx_int8']:.2f}" if system in column else "")
+        lines.append(f"| {system} | " + " | ".join(cells) + " |")
+    times = [f"{column[BASE]['milliseconds']:.0f}" for column in columns]
     floors = [f"{result['floor_milliseconds']:.0f}" for result in results]
-    lines.append("| ONNX Runtime, 6 layers, int8, in ms | " + " | ".join(own) + " |")
+    lines.append("| ONNX Runtime, 6 layers, int8, in ms | " + " | ".join(times) + " |")
     lines.append("| floor of mini, 0% cached, in ms | " + " | ".join(floors) + " |")
-    return head + "\n".join(lines)
+    return head + "\n" + "\n".join(lines)
 
 
 def environment(processor: str, threads: int, folder: Path) -> dict[str, str]:
     """Variables that limit a process's libraries to what a processor has."""
-    left, library = PROCESSORS[processor], folder / "processor.so"
-    found = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-    if left is None:
-        return found
+    instructions = PROCESSORS[processor]
+    variables = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    if instructions is None:
+        return variables
+    library = folder / "processor.so"
     if not library.exists():
         source = str(Path(__file__).with_name("processor.c"))
         subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", str(library), source], check=True)
-        asking_us(folder)
-    isa, mkl = {"avx512vnni": ("AVX512_CORE_VNNI", "AVX512"), "avx2": ("AVX2", "AVX2")}[left]
-    found |= {
-        "ATEN_CPU_CAPABILITY": left.removesuffix("vnni"),
-        "ONEDNN_MAX_CPU_ISA": isa,
-        "MKL_ENABLE_INSTRUCTIONS": mkl,
+        copy_onnx_runtime(folder)
+    path = [str(folder), str(ROOT)]
+    if os.environ.get("PYTHONPATH"):
+        path.append(os.environ["PYTHONPATH"])
+    variables |= LIMITS[instructions]
+    variables |= {
+        "PROCESSOR": instructions,
+        "LD_PRELOAD": str(library),
+        "PYTHONPATH": os.pathsep.join(path),
     }
-    path = os.pathsep.join([str(folder), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return found | {"PROCESSOR": left, "LD_PRELOAD": str(library), "PYTHONPATH": path}
+    return variables
 
 
-def asking_us(folder: Path) -> None:
+def copy_onnx_runtime(folder: Path) -> None:
     """Copy ONNX Runtime, with each CPUID (0F A2) replaced by 0F 04, which `processor.c` handles."""
     spec = importlib.util.find_spec("onnxruntime")
     assert spec is not None
@@ -282,43 +310,38 @@ def main() -> None:
         options.threads = options.threads[0]
         print(json.dumps(run(options)))
         return
-    file = ROOT / "docs/peers.json"
     with tempfile.TemporaryDirectory() as folder:
         for processor in options.processors:
             for threads in options.threads:
-                command = [
-                    sys.executable,
-                    "-W",
-                    "ignore",
-                    "-m",
-                    "benchmarks.peers",
-                    "--processor",
-                    processor,
-                ]
-                command += [
-                    f"--{name}={getattr(options, name)}" for name in ("documents", "words", "turns")
-                ]
-                command += ["--folder", folder, "--threads", str(threads)]
-                variables = environment(processor, threads, Path(folder))
-                done = subprocess.run(
-                    command, env=variables, check=True, stdout=subprocess.PIPE, text=True
-                )
-                found = {
-                    "processor": processor,
-                    "threads": threads,
-                    **json.loads(done.stdout.splitlines()[-1]),
-                }
-                print(table([found]), end="\n\n", flush=True)
-                if not found["onnx_runtime_limited_too"]:
+                column = measure_column(options, processor, threads, Path(folder))
+                print(table([column]), end="\n\n", flush=True)
+                if not column["onnx_runtime_limited_too"]:
                     print("Not kept: ONNX Runtime never asked for the processor.\n")
                 elif not options.print:
-                    others = [
-                        c for c in json.loads(file.read_text("utf-8")) if place(c) != place(found)
-                    ]
-                    file.write_text(
-                        json.dumps(sorted([found, *others], key=place), indent=1) + "\n",
-                        encoding="utf-8",
-                    )
+                    write_column(column, ROOT / "docs/peers.json")
+
+
+def measure_column(
+    options: argparse.Namespace, processor: str, threads: int, folder: Path
+) -> dict[str, Any]:
+    """Measure all systems in a process with this processor and number of threads."""
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.peers", "--processor", processor]
+    for name in ("documents", "words", "turns"):
+        command.append(f"--{name}={getattr(options, name)}")
+    command += ["--folder", str(folder), "--threads", str(threads)]
+    variables = environment(processor, threads, folder)
+    process = subprocess.run(command, env=variables, check=True, stdout=subprocess.PIPE, text=True)
+    figures = json.loads(process.stdout.splitlines()[-1])
+    return {"processor": processor, "threads": threads, **figures}
+
+
+def write_column(column: dict[str, Any], file: Path) -> None:
+    """Write a column to the file. It replaces the one of the same processor and threads."""
+    columns = [column]
+    for other in json.loads(file.read_text("utf-8")):
+        if place(other) != place(column):
+            columns.append(other)
+    file.write_text(json.dumps(sorted(columns, key=place), indent=1) + "\n", encoding="utf-8")
 
 
 def place(column: dict[str, Any]) -> tuple[int, int]:

@@ -2,8 +2,8 @@
 
     python -m benchmarks.prefix_formats --model mini --data data/dev/hotpotqa.paragraph.jsonl.gz
 
-Scores in float32 with prefixes as they are, against scores with each document's keys and values
-rounded. 4 bits have a scale for every 32 numbers; the package does not offer them.
+Scores in float32 with prefixes as they are are compared with scores with each document's keys and
+values rounded. 4 bits have a scale for every 32 numbers. The package does not offer them.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from rsrank_rag import RSRank
 from rsrank_rag.backends.torch.backbone import Backbone
-from rsrank_rag.evaluation.datasets import read_labelled
+from rsrank_rag.evaluation.datasets import LabelledQuery, read_labelled
 from rsrank_rag.method.prefix import Prefix, Prefixes
 from rsrank_rag.method.scoring import Row
 from rsrank_rag.prefixes.cache import PackedPrefix
@@ -34,17 +35,26 @@ def four_bits(states: Tensor, group: int = 32) -> Tensor:
     return ((parts / scale).round().clamp(-7, 7) * scale).flatten(-2)
 
 
+def eight_bits(states: Tensor) -> Tensor:
+    """Round as the prefix cache does on disk."""
+    packed = PackedPrefix.of(Prefix(states, torch.empty(0)))
+    return packed.unpack(CPU, torch.float32).states
+
+
+def sixteen_bits(states: Tensor) -> Tensor:
+    """Round to bfloat16."""
+    return states.bfloat16().float()
+
+
 FORMATS: dict[str, Callable[[Tensor], Tensor]] = {
-    "bfloat16": lambda states: states.bfloat16().float(),
-    "8 bits": lambda states: (
-        PackedPrefix.of(Prefix(states, torch.empty(0))).unpack(CPU, torch.float32).states
-    ),
+    "bfloat16": sixteen_bits,
+    "8 bits": eight_bits,
     "4 bits": four_bits,
 }
 
 
 class Rounding:
-    """Takes the place of the prefix cache: documents are run, then rounded.
+    """Takes the place of the prefix cache: runs documents, then rounds their prefixes.
 
     Args:
         change: Applied to each document's keys and values, (2, L, H, S, D).
@@ -68,8 +78,17 @@ class Rounding:
         return Prefixes.join([*prefixes, *extra_rows], query_slots)
 
 
+def all_scores(ranker: RSRank, queries: Sequence[LabelledQuery]) -> Tensor:
+    """Scores of all documents of all queries, in one row."""
+    scores: list[float] = []
+    for query in queries:
+        texts = [document.content() for document in query.documents]
+        scores += ranker.score(query.query, texts)
+    return torch.tensor(scores)
+
+
 def main() -> None:
-    """Score everything in every format and print what moved."""
+    """Score everything in every format, and print how much scores and decisions changed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -78,18 +97,10 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=20, help="queries of each file")
     options = parser.parse_args()
     ranker = on_torch(options.model, device="cpu", dtype="float32")
-    queries = [query for path in options.data for query in read_labelled(path)[: options.limit]]
-
-    def scores() -> Tensor:
-        return torch.tensor(
-            [
-                s
-                for q in queries
-                for s in ranker.score(q.query, [document.content() for document in q.documents])
-            ]
-        )
-
-    exact = scores()
+    queries: list[LabelledQuery] = []
+    for path in options.data:
+        queries += read_labelled(path)[: options.limit]
+    exact = all_scores(ranker, queries)
     print(
         f"{options.model}: {len(exact):,} documents, standard deviation of the scores "
         f"{exact.std():.2f}"
@@ -97,8 +108,9 @@ def main() -> None:
     print(f"{'':10}{'largest':>10}{'mean':>10}{'decisions changed':>20}")
     for name, change in FORMATS.items():
         ranker.reader.cache = Rounding(change)
-        moved = scores()
-        error, changed = (moved - exact).abs(), ((moved > 0) != (exact > 0)).sum()
+        scores = all_scores(ranker, queries)
+        error = (scores - exact).abs()
+        changed = ((scores > 0) != (exact > 0)).sum()
         print(f"{name:10}{error.max():10.4f}{error.mean():10.4f}{changed:20}")
 
 

@@ -4,7 +4,7 @@
     python -m benchmarks.same_score --model qwen2.5-coder-0.5b --backbone FOLDER --dtype bfloat16
 
 Documents have about 1 to 360 words. Among others, they share batches with documents of other
-lengths; cached, their prefixes were run alone before.
+lengths. Cached prefixes come from runs of one document.
 """
 
 from __future__ import annotations
@@ -68,9 +68,7 @@ def main() -> None:
 def _lists(data: Path | None, count: int) -> list[tuple[str, Sequence[str]]]:
     """Queries and their documents."""
     if data is None:
-        return [
-            (query, passages(count, 180, 0.99, seed=place)) for place, query in enumerate(QUERIES)
-        ]
+        return [(query, passages(count, 180, 0.99, seed)) for seed, query in enumerate(QUERIES)]
     lists: list[tuple[str, Sequence[str]]] = []
     for query in read_labelled(data)[: len(QUERIES)]:
         texts = [document.content() for document in query.documents]

@@ -1,8 +1,8 @@
-"""The documentation's tables of what benchmarks measured, each made of one file of figures.
+"""Write the documentation's tables of benchmarks, each from one file of figures.
 
     python -m benchmarks.tables      # after a benchmark has written its file
 
-Each one stands between ``<!-- figures: NAME -->`` and ``<!-- end of figures -->`` of its page and
+Each table stands between ``<!-- figures: NAME -->`` and ``<!-- end of figures -->`` of its page and
 is replaced whole.
 """
 
@@ -24,11 +24,17 @@ BLOCK = re.compile(r"(<!-- figures: ([^>]+?) -->\n).*?(<!-- end of figures -->)"
 
 
 class Table(NamedTuple):
-    """Where a table stands, the file with its figures, and what makes it of them."""
+    """A table of the documentation.
+
+    Attributes:
+        page: The file in which the table stands.
+        figures: The JSON file with its figures.
+        render: Makes the table in Markdown from the figures.
+    """
 
     page: str
     figures: str
-    made: Callable[[Any], str]
+    render: Callable[[Any], str]
 
 
 DECODERS = "research/docs/decoders.json"
@@ -58,14 +64,15 @@ TABLES = {
 def rewritten(page: str, root: Path = ROOT) -> str:
     """A page's text with new tables; a table without a file of figures stays as it is."""
 
-    def anew(match: re.Match[str]) -> str:
-        table = TABLES.get(match[2])  # other tables of a page are not made here
+    def replacement(match: re.Match[str]) -> str:
+        table = TABLES.get(match[2])
+        # Other scripts write the page's other tables.
         if table is None or table.page != page or not (root / table.figures).exists():
             return match[0]
         figures = json.loads((root / table.figures).read_text(encoding="utf-8"))
-        return f"{match[1]}{table.made(figures)}\n{match[3]}"
+        return f"{match[1]}{table.render(figures)}\n{match[3]}"
 
-    return BLOCK.sub(anew, (root / page).read_text(encoding="utf-8"))
+    return BLOCK.sub(replacement, (root / page).read_text(encoding="utf-8"))
 
 
 def main(root: Path = ROOT) -> None:

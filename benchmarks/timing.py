@@ -1,4 +1,4 @@
-"""Honest timings: systems take turns in random order, and ratios are taken within a turn."""
+"""Timings: systems take turns in random order, and ratios are taken within a turn."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class System:
     """Something to be timed.
 
     Attributes:
-        name: Of its row.
+        name: The row of tables.
         run: What is timed.
         prepare: Run before each timing, not timed.
     """
@@ -32,10 +32,10 @@ class System:
 
 @dataclass(frozen=True)
 class Measured:
-    """What one system took.
+    """Time, operations and memory of one system.
 
     Attributes:
-        name: Of its row.
+        name: The row of tables.
         seconds: Each turn's time.
         flops: Floating-point operations of one run, as torch counts them.
         peak: Bytes of memory at the highest, above those held before the run.
@@ -53,15 +53,29 @@ class Measured:
 
     def times_faster_than(self, other: Measured) -> float:
         """Median over turns of the other's time by this one's."""
-        return statistics.median(b / a for a, b in zip(self.seconds, other.seconds, strict=True))
+        pairs = zip(self.seconds, other.seconds, strict=True)
+        return statistics.median(theirs / own for own, theirs in pairs)
 
 
 def measure(
     systems: list[System], turns: int, seed: int = 0, *, memory: bool = True
 ) -> list[Measured]:
-    """Count operations (and memory) in one run each, which also warms up; then time the turns."""
-    counted = [(_peak(system) if memory else -1, _flops(system)) for system in systems]
-    times: dict[str, list[float]] = {system.name: [] for system in systems}
+    """Count memory and operations of each system in one run each, then time the turns.
+
+    Args:
+        systems: What is measured.
+        turns: How often each system is timed.
+        seed: Decides the order of the systems within each turn.
+        memory: Whether to measure memory. If not, `Measured.peak` is -1.
+    """
+    peaks = {}
+    flops = {}
+    times: dict[str, list[float]] = {}
+    # The first runs also warm up.
+    for system in systems:
+        peaks[system.name] = _peak(system) if memory else -1
+        flops[system.name] = _flops(system)
+        times[system.name] = []
     rng = random.Random(seed)
     for _ in range(turns):
         for system in rng.sample(systems, len(systems)):
@@ -72,16 +86,17 @@ def measure(
             system.run()
             _wait()
             times[system.name].append(time.perf_counter() - started)
-    return [
-        Measured(system.name, tuple(times[system.name]), flops, peak)
-        for system, (peak, flops) in zip(systems, counted, strict=True)
-    ]
+    results = []
+    for name, seconds in times.items():
+        results.append(Measured(name, tuple(seconds), flops[name], peaks[name]))
+    return results
 
 
 def matmul_ceiling(device: torch.device, dtype: torch.dtype) -> float:
     """FLOP/s of the fastest of several large matrix products: what this machine can do at all."""
     size = 8192 if device.type == "cuda" else 2048
-    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    a = torch.randn(size, size, device=device).to(dtype)
+    b = torch.randn(size, size, device=device).to(dtype)
     best = float("inf")
     for _ in range(8):
         _wait()
@@ -97,11 +112,18 @@ def machine() -> str:
     if torch.cuda.is_available():
         name = torch.cuda.get_device_name()
     else:
-        info = Path("/proc/cpuinfo")
-        lines = info.read_text().splitlines() if info.exists() else []
-        models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-        name = f"{models[0] if models else 'CPU'}, {torch.get_num_threads()} threads"
+        name = f"{_processor()}, {torch.get_num_threads()} threads"
     return f"{name}; torch {torch.__version__}, transformers {transformers.__version__}"
+
+
+def _processor() -> str:
+    """Name of the processor; "CPU" where the system does not tell."""
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return "CPU"
 
 
 def _wait() -> None:
@@ -122,7 +144,8 @@ def _flops(system: System) -> int:
     system.prepare()
     maps = (torch.ops.onednn.qlinear_pointwise, torch.ops.mkldnn._linear_pointwise)
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # in this thread alone: it counts no other's
+    # The counter counts operations of this thread alone.
+    torch.set_num_threads(1)
     with FlopCounterMode(display=False, custom_mapping=dict.fromkeys(maps, _map_flops)) as counter:
         system.run()
     torch.set_num_threads(threads)
@@ -132,7 +155,7 @@ def _flops(system: System) -> int:
 def _map_flops(
     inputs: tuple[int, ...], *args: object, out_shape: tuple[int, ...], **kwargs: object
 ) -> int:
-    """Of a linear map with inputs and outputs of these shapes."""
+    """Operations of a linear map with inputs and outputs of these shapes."""
     return 2 * inputs[-1] * math.prod(out_shape)
 
 
@@ -147,7 +170,8 @@ def _peak(system: System) -> int:
         _wait()
         return torch.cuda.max_memory_allocated() - before
     try:
-        Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
+        # 5 resets the greatest use of memory so far.
+        Path("/proc/self/clear_refs").write_text("5")
         before = _status("VmRSS")
         system.run()
         return _status("VmHWM") - before
@@ -157,5 +181,8 @@ def _peak(system: System) -> int:
 
 
 def _status(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+    """Bytes of a field of /proc/self/status."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"/proc/self/status has no field {field}")
