@@ -68,7 +68,7 @@ def measure(
     ranker = RSRank(*open_artifact(source, on_onnx), cache_size=0)
     if change is not None:
         change(ranker)
-    scores = []
+    scores: list[float] = []
     records = []
     for queries in sets.values():
         scored = score_dataset(ranker, queries)

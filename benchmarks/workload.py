@@ -43,20 +43,24 @@ QUERY = "Which harbour did the early copper market use in winter ?"
 TEMPLATE = Template(instruction="Judge the document : ", separator=" Query : ")
 """For the random models, whose tokenizer has a token for each word."""
 
+QWEN3 = {"vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 8}
 SHAPES = {
     "qwen3-0.6b": {
+        **QWEN3,
         "hidden_size": 1024,
         "intermediate_size": 3072,
         "num_hidden_layers": 28,
         "num_attention_heads": 16,
     },
     "qwen3-4b": {
+        **QWEN3,
         "hidden_size": 2560,
         "intermediate_size": 9728,
         "num_hidden_layers": 36,
         "num_attention_heads": 32,
     },
     "qwen3-8b": {
+        **QWEN3,
         "hidden_size": 4096,
         "intermediate_size": 12288,
         "num_hidden_layers": 36,
@@ -64,6 +68,9 @@ SHAPES = {
     },
 }
 TOY = {
+    "vocab_size": 128,
+    "head_dim": 16,
+    "num_key_value_heads": 2,
     "hidden_size": 64,
     "intermediate_size": 128,
     "num_hidden_layers": 3,
@@ -71,15 +78,15 @@ TOY = {
 }
 SIZES = ("mini", *SHAPES)
 WEIGHTS = ("bf16", "int8", "nf4")
-"""How weights are kept; bf16 stands for the dtype that the model computes in."""
+"""Formats of weights; bf16 stands for the dtype that the model computes in."""
 
 
 def passages(count: int, words: int, spread: float = 0.0, seed: int = 0) -> list[str]:
     """Made-up passages of about ``words`` words; ``spread`` is the largest relative deviation."""
     rng = random.Random(seed)
-    lengths = [
-        rng.randint(round(words * (1 - spread)), round(words * (1 + spread))) for _ in range(count)
-    ]
+    shortest = round(words * (1 - spread))
+    longest = round(words * (1 + spread))
+    lengths = [rng.randint(shortest, longest) for _ in range(count)]
     return [" ".join(rng.choices(WORDS, k=length)) for length in lengths]
 
 
@@ -89,7 +96,7 @@ def question(tokens: int) -> str:
 
 
 def on_torch(name: str = "mini", **options: Any) -> RSRank:
-    """An encoder on torch, also on a CPU. It keeps no prefixes."""
+    """An encoder on torch, also on a CPU, without a prefix cache."""
     source = ModelSource(name=name, **options)
     return RSRank(*open_artifact(source, on_onnx=False), cache_size=0)
 
@@ -103,30 +110,26 @@ def load(
     layers: int | None = None,
     toy: bool = False,
 ) -> RSRank:
-    """`mini`, or a Qwen3 of this size with random weights and a random B. It keeps no prefixes.
+    """`mini`, or a Qwen3 of this size with random weights and a random B, without a prefix cache.
 
     Args:
         size: One of `SIZES`.
         device: None for the best one present.
-        dtype: None for bfloat16 where it is fast.
+        dtype: None for bfloat16 where bfloat16 is fast.
         weights: One of `WEIGHTS`.
-        layers: Use only so many layers of the random model, to try things out.
-        toy: Make it tiny, for the same reason.
+        layers: Number of layers of the random model, to try things out.
+        toy: Make the random model tiny, for the same reason.
     """
     if weights != "bf16":
         dtype = weights
     if size == "mini":
         return on_torch(device=device, dtype=dtype)
-    shape = {
-        **(TOY if toy else SHAPES[size]),
-        **({} if layers is None else {"num_hidden_layers": layers}),
-    }
-    words, width, heads = (128, 16, 2) if toy else (151936, 128, 8)
-    config = Qwen3Config(
-        **{"vocab_size": words, "head_dim": width, "num_key_value_heads": heads, **shape},
-        max_position_embeddings=4096,
-        pad_token_id=0,
-    )
+    shape = dict(TOY if toy else SHAPES[size])
+    if layers is not None:
+        shape["num_hidden_layers"] = layers
+    config = Qwen3Config(**shape, max_position_embeddings=4096, pad_token_id=0)
+    width = config.head_dim
+    heads = config.num_key_value_heads
     options = LoadOptions(device=device, dtype=dtype)
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
@@ -139,7 +142,7 @@ def load(
 
 
 def keep_share(ranker: RSRank, documents: list[str], share: float, query: str = QUERY) -> None:
-    """Let a ranker keep the prefixes of this share of the documents, and no others."""
+    """Cache the prefixes of this share of the documents, and no others."""
     ranker.cache.tiers.clear()
     if share:
         ranker.score(query, documents[: round(share * len(documents))])
@@ -147,16 +150,11 @@ def keep_share(ranker: RSRank, documents: list[str], share: float, query: str = 
 
 def tokenizer() -> PreTrainedTokenizerFast:
     """One token for each word that the made-up texts and the template have."""
-    pieces = [
-        "<pad>",
-        "<unk>",
-        "<s>",
-        *WORDS,
-        *f"{QUERY} {TEMPLATE.instruction} {TEMPLATE.separator} .".split(),
-    ]
-    words = Tokenizer(
-        models.WordLevel({p: i for i, p in enumerate(dict.fromkeys(pieces))}, unk_token="<unk>")
-    )
+    others = f"{QUERY} {TEMPLATE.instruction} {TEMPLATE.separator} .".split()
+    vocabulary: dict[str, int] = {}
+    for piece in ["<pad>", "<unk>", "<s>", *WORDS, *others]:
+        vocabulary.setdefault(piece, len(vocabulary))
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
         tokenizer_object=words, pad_token="<pad>", unk_token="<unk>", bos_token="<s>"
@@ -172,8 +170,8 @@ class Plain:
     """RSRank's score by plain transformers code.
 
     Attributes:
-        ranker: Whose score.
-        values: How value vectors are read.
+        ranker: The reranker that gives the same scores.
+        values: Reads value vectors.
         rows: Documents in one batch.
     """
 
@@ -184,20 +182,20 @@ class Plain:
     @torch.inference_mode()
     def score(self, query: str, documents: Sequence[str]) -> list[float]:
         """Scores in input order."""
-        prompts, projection = self.ranker.prompts, self.ranker.projection
+        prompts = self.ranker.prompts
+        projection = self.ranker.projection
         tokens = prompts.query(query)
-        prefixes = [
-            document.ids for document in prompts.documents(list(documents), len(tokens.ids))
-        ]
-        alone, _ = self._read([prompts.null_prefix], tokens.ids, tokens.scored)
+        tokenised = prompts.documents(list(documents), len(tokens.ids))
+        prefixes = [document.ids for document in tokenised]
+        null_values, _ = self._read([prompts.null_prefix], tokens.ids, tokens.scored)
         scores: list[float] = []
         for start in range(0, len(prefixes), self.rows):
             batch = prefixes[start : start + self.rows]
-            found, agreement = self._read(batch, tokens.ids, tokens.scored)
+            values, agreement = self._read(batch, tokens.ids, tokens.scored)
             total = torch.zeros(len(batch), device=self.ranker.backbone.device)
             for layer in projection.layers:
                 shift = representational_shift(
-                    found[layer][:, :, tokens.scored], alone[layer][:, :, tokens.scored]
+                    values[layer][:, :, tokens.scored], null_values[layer][:, :, tokens.scored]
                 )
                 terms = shift_terms(shift, *of_layer(projection, layer))
                 total += terms.mean(-1).sum(-1)
@@ -211,56 +209,72 @@ class Plain:
         """Value vectors of the query's tokens, and agreement (W, 2) of each document's W windows.
 
         Hooks take the documents out of the mask of a BERT's layers below the fusion layer, and keep
-        them as they are above.
+        the documents' states as they are above.
         """
-        fusion, width = self.ranker.config.fusion_layer, max(map(len, prefixes))
-        window = self.ranker.config.attention_window
-        entering: list[Tensor] = []
+        fusion = self.ranker.config.fusion_layer
+        width = max(map(len, prefixes))
+        attention_window = self.ranker.config.attention_window
+        fused: list[Tensor] = []
 
-        def apart(_module: object, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        def separate(_module: object, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             mask = args[1].clone()
             mask[..., width:, :width] = False
-            if window is not None:
-                places = torch.arange(width, device=mask.device)
-                near = (places[:, None] - places).abs() <= window // 2
-                mask[..., :width, :width] &= near | (places == 0)
+            if attention_window is not None:
+                positions = torch.arange(width, device=mask.device)
+                near = (positions[:, None] - positions).abs() <= attention_window // 2
+                mask[..., :width, :width] &= near | (positions == 0)
             return (args[0], mask, *args[2:])
 
-        def stay(_module: object, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            return (torch.cat([entering[0][:, :width], args[0][:, width:]], 1), *args[1:])
+        def store(_module: object, args: tuple[Tensor, ...]) -> None:
+            fused.append(args[0])
+
+        def restore(_module: object, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            return (torch.cat([fused[0][:, :width], args[0][:, width:]], 1), *args[1:])
 
         layers = layers_of(self.ranker.backbone.model)
-        hooks = [layer.register_forward_pre_hook(apart) for layer in layers[:fusion]]
-        hooks += [
-            layers[fusion].register_forward_pre_hook(lambda _module, args: entering.append(args[0]))
-        ]
+        hooks = [layer.register_forward_pre_hook(separate) for layer in layers[:fusion]]
+        hooks.append(layers[fusion].register_forward_pre_hook(store))
         if fusion:
-            hooks += [layer.register_forward_pre_hook(stay) for layer in layers[fusion + 1 :]]
+            hooks += [layer.register_forward_pre_hook(restore) for layer in layers[fusion + 1 :]]
         try:
-            found = self.values(prefixes, query)
+            values = self.values(prefixes, query)
         finally:
             for hook in hooks:
                 hook.remove()
         if not fusion:
-            return found, [torch.zeros(1, 2, device=entering[0].device)] * len(prefixes)
-        states = entering[0].float()
-        values = normalize(
-            value_projections(self.ranker.backbone.model)[fusion](entering[0]).float(), dim=-1
-        )
-        before = len(self.ranker.prompts.instruction)
+            return values, [torch.zeros(1, 2, device=fused[0].device)] * len(prefixes)
+        return values, self._agreement(fused[0], prefixes, scored)
+
+    def _agreement(
+        self, fused: Tensor, prefixes: list[tuple[int, ...]], scored: slice
+    ) -> list[Tensor]:
+        """Cosine and MaxSim (W, 2) of each document's W windows.
+
+        Args:
+            fused: States (N, S + T, width) that enter the fusion layer.
+            prefixes: Token ids of each document's prefix.
+            scored: The scored tokens of the query.
+        """
+        prompts = self.ranker.prompts
+        width = max(map(len, prefixes))
+        states = fused.float()
+        projection = value_projections(self.ranker.backbone.model)[self.ranker.config.fusion_layer]
+        values = normalize(projection(fused).float(), dim=-1)
         agreement = []
         for row, prefix in enumerate(prefixes):
             cosines = values[row, width:][scored] @ values[row, : len(prefix)].mT
-            cosines[:, :before] = -1
-            cosines[:, len(prefix) - self.ranker.prompts.after_document :] = -1
-            query = states[row, width:].mean(0)
+            cosines[:, : len(prompts.instruction)] = -1
+            cosines[:, len(prefix) - prompts.after_document :] = -1
+            query_mean = states[row, width:].mean(0)
             pairs = []
             windows = similarity_windows(len(prefix), self.ranker.config.similarity_window)
-            for window in (slice(*ends) for ends in windows):
-                cosine = cosine_similarity(states[row, window].mean(0), query, dim=0)
-                pairs.append(torch.stack([cosine, cosines[:, window].amax(1).mean()]))
+            for start, stop in windows:
+                document_mean = states[row, start:stop].mean(0)
+                cosine = cosine_similarity(document_mean, query_mean, dim=0)
+                maxsim = cosines[:, start:stop].amax(1).mean()
+                pairs.append(torch.stack([cosine, maxsim]))
             agreement.append(torch.stack(pairs))
-        return found, agreement
+        return agreement
 
 
 def value_projections(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -274,24 +288,31 @@ def _inputs(
     ranker: RSRank, prefixes: list[tuple[int, ...]], query: tuple[int, ...]
 ) -> dict[str, Tensor]:
     """One padded batch: a decoder is padded on the left; an encoder gets the block mask."""
-    width, count, device = max(map(len, prefixes)), len(query), ranker.backbone.device
+    width = max(map(len, prefixes))
+    count = len(query)
+    device = ranker.backbone.device
+    id_rows = []
+    mask_rows = []
+    for prefix in prefixes:
+        padding = [0] * (width - len(prefix))
+        ones = [1] * len(prefix)
+        if ranker.backbone.causal:
+            id_rows.append([*padding, *prefix, *query])
+            mask_rows.append([*padding, *ones, *[1] * count])
+        else:
+            id_rows.append([*prefix, *padding, *query])
+            mask_rows.append([*ones, *padding, *[1] * count])
+    ids = torch.tensor(id_rows, device=device)
+    mask = torch.tensor(mask_rows, device=device)
     if ranker.backbone.causal:
-        ids = torch.tensor([[*[0] * (width - len(p)), *p, *query] for p in prefixes], device=device)
-        valid = torch.tensor(
-            [[0] * (width - len(p)) + [1] * (len(p) + count) for p in prefixes], device=device
-        )
-        positions = (valid.cumsum(1) - 1).clamp_min(0)
-        return {"input_ids": ids, "attention_mask": valid, "position_ids": positions}
-    ids = torch.tensor([[*p, *[0] * (width - len(p)), *query] for p in prefixes], device=device)
+        positions = (mask.cumsum(1) - 1).clamp_min(0)
+        return {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
     positions = torch.tensor([[*range(width), *range(count)]] * len(prefixes), device=device)
-    valid = torch.tensor(
-        [[True] * len(p) + [False] * (width - len(p)) + [True] * count for p in prefixes]
-    )
-    allowed = valid[:, None].repeat(1, width + count, 1)
-    allowed[:, :width, width:] = False
+    block_mask = mask.bool()[:, None].repeat(1, width + count, 1)
+    block_mask[:, :width, width:] = False
     return {
         "input_ids": ids,
-        "attention_mask": allowed[:, None].to(device),
+        "attention_mask": block_mask[:, None],
         "position_ids": positions,
     }
 
@@ -299,45 +320,42 @@ def _inputs(
 def by_hidden_states(ranker: RSRank) -> Values:
     """Plain code: the causal LM with logits and hidden states, then the value projections again."""
     base = ranker.backbone.model
-    whole = base if not ranker.backbone.causal else _with_head(base)
+    causal = ranker.backbone.causal
+    whole = _with_head(base) if causal else base
 
-    def values(prefixes: list[tuple[int, ...]], query: tuple[int, ...]) -> list[Tensor]:
-        hidden = whole(
-            **_inputs(ranker, prefixes, query), output_hidden_states=True, use_cache=False
-        ).hidden_states
-        found = []
+    def read_values(prefixes: list[tuple[int, ...]], query: tuple[int, ...]) -> list[Tensor]:
+        inputs = _inputs(ranker, prefixes, query)
+        hidden = whole(**inputs, output_hidden_states=True, use_cache=False).hidden_states
+        values = []
         for layer, projection in enumerate(value_projections(base)):
-            states = (
-                hidden[layer]
-                if not ranker.backbone.causal
-                else base.layers[layer].input_layernorm(hidden[layer])
-            )
-            found.append(_heads(projection(states[:, -len(query) :]), ranker))
-        return found
+            states = hidden[layer]
+            if causal:
+                states = base.layers[layer].input_layernorm(states)
+            values.append(_heads(projection(states[:, -len(query) :]), ranker))
+        return values
 
-    return values
+    return read_values
 
 
 def by_hooks(ranker: RSRank) -> Values:
     """Plain code: the base model, with a hook on each value projection for the query's tokens."""
     model = ranker.backbone.model
 
-    def values(prefixes: list[tuple[int, ...]], query: tuple[int, ...]) -> list[Tensor]:
-        found: list[Tensor] = []
-        hooks = [
-            p.register_forward_hook(
-                lambda _m, _i, out: found.append(_heads(out[:, -len(query) :], ranker))
-            )
-            for p in value_projections(model)
-        ]
+    def read_values(prefixes: list[tuple[int, ...]], query: tuple[int, ...]) -> list[Tensor]:
+        values: list[Tensor] = []
+
+        def store(_module: object, _args: object, output: Tensor) -> None:
+            values.append(_heads(output[:, -len(query) :], ranker))
+
+        hooks = [layer.register_forward_hook(store) for layer in value_projections(model)]
         try:
             model(**_inputs(ranker, prefixes, query), use_cache=False)
         finally:
             for hook in hooks:
                 hook.remove()
-        return found
+        return values
 
-    return values
+    return read_values
 
 
 def _heads(states: Tensor, ranker: RSRank) -> Tensor:
@@ -356,10 +374,10 @@ def _with_head(base: torch.nn.Module) -> torch.nn.Module:
 class SameSizeCrossEncoder:
     """sentence-transformers' CrossEncoder over a model of the same size with a random head.
 
-    Its scores mean nothing; its time is what such a model costs.
+    Its scores mean nothing. Its time is what such a model costs.
 
     Args:
-        ranker: Whose language model to put under the head.
+        ranker: The reranker with the language model under the head.
     """
 
     def __init__(self, ranker: RSRank) -> None:
@@ -383,7 +401,8 @@ class SameSizeCrossEncoder:
         with torch.device(device):
             whole = AutoModelForSequenceClassification.from_config(config, dtype=dtype)
         if ranker.backbone.causal:
-            whole.model = base  # one copy of the weights is enough
+            # One copy of the weights is enough.
+            whole.model = base
         self.model[0].model = whole.eval()
         self.instruction = ranker.prompts.template.instruction if ranker.backbone.causal else ""
 
