@@ -2,11 +2,11 @@
 
     python -m benchmarks.few_queries --data data/dev --output docs/few-queries.json
 
-Of each file, so many queries are drawn to train on (`rsrank train --base`); base and fine-tuned
-weights are measured on the file's other queries, which take no part in anything. Features are read
-once a file, with at most 20 documents a query. A draw leaves at least a third of its size to
-measure on. The output is written after each draw; a run that was interrupted reads no feature again
-and repeats no draw of the same weights.
+The script draws so many queries of each file to train on (`rsrank train --base`). It measures base
+and fine-tuned weights on the file's other queries, which take no part in the training. Features are
+read once a file, with at most 20 documents a query. A draw leaves at least a third of its size to
+measure on. The script writes the output after each draw. A run that was interrupted reads no
+feature again and repeats no draw of the same weights.
 `python -m benchmarks.tables` puts the figures into the docs.
 """
 
@@ -60,17 +60,30 @@ def measure(
     rule: Rule,
     numbers: tuple[list[int], list[int]],
 ) -> dict[str, Any]:
-    """What fine-tuning does to the other queries, and what cross-validation said before."""
-    own = [features[number] for number in numbers[0]]
+    """Fine-tune on one part of the queries, and measure on the other part.
+
+    Args:
+        features: Features of all queries of a file.
+        base: Weights to begin with.
+        rule: The rule of the base.
+        numbers: Indices of queries to train on, and of the others.
+
+    Returns:
+        Two verdicts: "trained" on the other queries, and "said" of cross-validation before.
+    """
+    training = [features[number] for number in numbers[0]]
     others = [features[number] for number in numbers[1]]
-    trained = fine_tune(own, base, FineTuningOptions(), threshold=rule.threshold or 0.0)
+    threshold = rule.threshold or 0.0
+    trained = fine_tune(training, base, FineTuningOptions(), threshold=threshold)
     at_zero = replace(rule, threshold=0.0)
-    left_out = judge(trained.before, trained.after, at_zero)
-    before = [query.shifted(rule.threshold or 0.0) for query in scored(others, weights_of(base))]
+    validated = judge(trained.before, trained.after, at_zero)
+    before = [query.shifted(threshold) for query in scored(others, weights_of(base))]
     after = scored(others, weights_of(trained.projection))
-    verdicts = {"trained": judge(before, after, at_zero), "said": left_out}
-    records = {name: verdict.model_dump(mode="json") for name, verdict in verdicts.items()}
-    return records
+    measured = judge(before, after, at_zero)
+    return {
+        "trained": measured.model_dump(mode="json"),
+        "said": validated.model_dump(mode="json"),
+    }
 
 
 def weights_of(projection: Projection) -> dict[str, torch.Tensor]:
@@ -84,7 +97,9 @@ def rows_of(path: Path, about: dict[str, Any]) -> list[dict[str, Any]]:
         return []
     record = json.loads(path.read_text(encoding="utf-8"))
     rows: list[dict[str, Any]] = record.pop("rows")
-    return rows if record == about else []
+    if record != about:
+        return []
+    return rows
 
 
 def table(rows: Sequence[dict[str, Any]], name: str, metrics: Sequence[str]) -> str:
@@ -99,7 +114,8 @@ def table(rows: Sequence[dict[str, Any]], name: str, metrics: Sequence[str]) -> 
         cells = []
         for metric in metrics:
             change = verdict.difference[metric]
-            low, high = (100 * (end or 0.0) for end in (change.low, change.high))
+            low = 100 * (change.low or 0.0)
+            high = 100 * (change.high or 0.0)
             cells += [
                 f"{100 * verdict.before[metric].mean:.1f}",
                 f"{100 * change.mean:+.1f} ({low:+.1f} to {high:+.1f})",
@@ -110,18 +126,24 @@ def table(rows: Sequence[dict[str, Any]], name: str, metrics: Sequence[str]) -> 
 
 
 def outcomes(rows: Sequence[dict[str, Any]]) -> str:
-    """How many draws ended how on the other queries, all seeds, in Markdown."""
+    """Number of draws with each outcome on the other queries, over all seeds, in Markdown."""
     lines = [
         "| queries | draws | fine-tuned weights written | better | worse | base kept | rightly |",
         "|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for size in sorted({row["queries"] for row in rows}):
-        own = [row for row in rows if row["queries"] == size]
-        written = [row for row in own if _is_written(row)]
-        unwritten = [row for row in own if not _is_written(row)]
+        written = []
+        unwritten = []
+        for row in rows:
+            if row["queries"] != size:
+                continue
+            if _is_written(row):
+                written.append(row)
+            else:
+                unwritten.append(row)
         cells = [
             size,
-            len(own),
+            len(written) + len(unwritten),
             len(written),
             _count(written, "trained", "better"),
             _count(written, "trained", "worse"),
@@ -133,7 +155,7 @@ def outcomes(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _is_written(row: dict[str, Any]) -> bool:
-    """Whether `rsrank train` would have written fine-tuned weights."""
+    """Whether `rsrank train` would have written the fine-tuned weights."""
     return Verdict.model_validate(row["said"]).problem is None
 
 
@@ -158,7 +180,7 @@ def tables(figures: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Measure what is not there yet, and print the tables."""
+    """Measure the draws that the output lacks, and print the tables."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
