@@ -3,12 +3,12 @@
     python research/mini/measure.py --data data/dev --model mini --output docs/mini.json
     python research/mini/tables.py    # writes it into the documentation
 
-With `--baseline-scores FOLDER` the scores of the baselines are written to a folder, set by set, and
-read from there the next time: they do not depend on the weights of `mini`.
+With `--baseline-scores FOLDER` the script writes the scores of the baselines to a folder, set by
+set, and reads them from there the next time: these scores do not depend on the weights of `mini`.
 
-The two baselines have no natural threshold: they get the best single one over all sets in which
-each query has an answer, found on these very labels, and the best rule of the same kind as `mini`'s
-(threshold, gap and fallback). `mini` is measured at zero and by its own rule.
+The two baselines have no natural threshold. They get the best single one over all sets in which
+each query has an answer, and the best rule of the same kind as `mini`'s (threshold, gap and
+fallback). Both are chosen on these very labels. `mini` is measured at zero and by its own rule.
 """
 
 from __future__ import annotations
@@ -55,9 +55,10 @@ Scored = dict[str, list[ScoredQuery]]
 
 def read_folder(data: Path, limit: int | None = None) -> dict[str, list[LabelledQuery]]:
     """All labelled sets of a folder, by name."""
-    return {
-        dataset_name(path): read_labelled(path)[:limit] for path in sorted(data.glob("*.jsonl*"))
-    }
+    sets = {}
+    for path in sorted(data.glob("*.jsonl*")):
+        sets[dataset_name(path)] = read_labelled(path)[:limit]
+    return sets
 
 
 def measure(
@@ -66,39 +67,48 @@ def measure(
     limit: int | None = None,
     baseline_scores: Path | None = None,
 ) -> Figures:
-    """Score every set with every system: the first by its own rule, the others by the best one."""
+    """Score every set with every system: the first by its own rule, the others by the best one.
+
+    Args:
+        data: Folder with labelled sets.
+        systems: Name -> function that loads the system.
+        limit: Number of queries of each set; None for all.
+        baseline_scores: Folder for scores of all systems but the first.
+    """
     sets = read_folder(data, limit)
     figures: Figures = {}
     first: Scored = {}
+    differences_of_first: dict[str, Any] = {}
     for system, load in systems.items():
+        is_first = not figures
         reranker = load()
-        folder = baseline_scores if figures else None
-        everything = {
-            name: score_set(reranker, queries, f"{system}, {name}", folder)
-            for name, queries in sets.items()
-        }
-        scored = {
-            name: [query for query in queries if any(query.relevant)]
-            for name, queries in everything.items()
-        }
-        whole = [
-            queries for name, queries in scored.items() if len(queries) == len(everything[name])
-        ]
-        tau = shared_threshold(whole) if figures else 0.0
-        rule = shared_rule(whole) if figures else reranker.native_rule
+        folder = None if is_first else baseline_scores
+        scored: Scored = {}
+        answerable: Scored = {}
+        answerable_sets = []
+        for name, queries in sets.items():
+            scored[name] = score_set(reranker, queries, f"{system}, {name}", folder)
+            answerable[name] = [query for query in scored[name] if any(query.relevant)]
+            if len(answerable[name]) == len(queries):
+                answerable_sets.append(answerable[name])
+        if is_first:
+            tau = 0.0
+            rule = reranker.native_rule
+        else:
+            tau = shared_threshold(answerable_sets)
+            rule = shared_rule(answerable_sets)
         figures[system] = {
             "tau": tau,
             "rule": str(rule),
-            "sets": [summary(name, queries, rule, tau) for name, queries in everything.items()],
-            "unanswered": unanswered(everything, tau),
+            "sets": [summary(name, queries, rule, tau) for name, queries in scored.items()],
+            "unanswered": unanswered(scored, tau),
             "short": short_queries(reranker, tau),
         }
-        if len(figures) == 1:
-            first, figures[system]["differences"] = scored, {}
+        if is_first:
+            first = answerable
+            figures[system]["differences"] = differences_of_first
         else:
-            next(iter(figures.values()))["differences"][system] = differences(
-                first, scored, (0.0, tau)
-            )
+            differences_of_first[system] = differences(first, answerable, (0.0, tau))
     return figures
 
 
@@ -116,7 +126,7 @@ def score_set(
 
 
 def summary(name: str, queries: list[ScoredQuery], rule: Rule, tau: float) -> dict[str, Any]:
-    """Figures of the answerable queries, and how well the best score tells the others.
+    """Figures of the answerable queries, and how well the best score tells them from the others.
 
     The rule ``threshold`` is the threshold ``tau`` alone.
     """
@@ -141,22 +151,24 @@ def summary(name: str, queries: list[ScoredQuery], rule: Rule, tau: float) -> di
 
 def unanswered(sets: Scored, tau: float) -> dict[str, dict[str, float]]:
     """Set -> number of queries without a relevant document, and the share of documents kept."""
-    found = {}
+    figures = {}
     for name, queries in sets.items():
-        kept = [
-            [score > tau for score in query.scores] for query in queries if not any(query.relevant)
-        ]
-        if kept:
-            found[name] = {"queries": len(kept), "kept": fmean(fmean(row) for row in kept)}
-    return found
+        shares = []
+        for query in queries:
+            if not any(query.relevant):
+                shares.append(fmean(score > tau for score in query.scores))
+        if shares:
+            figures[name] = {"queries": len(shares), "kept": fmean(shares)}
+    return figures
 
 
 def short_queries(reranker: Reranker, tau: float) -> dict[str, dict[str, float]]:
     """Questions, words, keywords and what nothing answers, over the 61 passages of examples/island.
 
-    By kind: ``queries``; ``mrr``, the mean reciprocal rank of the first wanted passage; ``found``,
-    the share of queries that keep a wanted one; ``kept``, documents a query; ``silent``, the share
-    of queries that keep none.
+    Returns:
+        For each kind of queries: ``queries``, their number; ``mrr``, the mean reciprocal rank of
+        the first relevant passage; ``found``, the share of queries that keep a relevant passage;
+        ``kept``, documents a query; ``silent``, the share of queries that keep none.
     """
     passages = island("passages")
     texts = [f"{passage['title']}\n{passage['text']}" for passage in passages]
@@ -166,28 +178,25 @@ def short_queries(reranker: Reranker, tau: float) -> dict[str, dict[str, float]]
         by_kind[kind][row["question"]] = row["relevant"]
     file = Path(__file__).with_name("short_queries.json")
     by_kind |= json.loads(file.read_text(encoding="utf-8"))
-    found = {}
+    figures: dict[str, dict[str, float]] = {}
     for kind, queries in by_kind.items():
         rows = []
-        for query, wanted in queries.items():
+        for query, relevant in queries.items():
             scores = reranker.score(query, texts)
-            own = [
-                score
-                for score, passage in zip(scores, passages, strict=True)
-                if passage["id"] in wanted
-            ]
-            first = max(own, default=math.inf)
+            best = -math.inf
+            for score, passage in zip(scores, passages, strict=True):
+                if passage["id"] in relevant:
+                    best = max(best, score)
             kept = sum(score > tau for score in scores)
-            rank = 1 + sum(score > first for score in scores)
-            rows.append({"mrr": 1 / rank, "found": first > tau, "kept": kept, "silent": kept == 0})
-        found[kind] = {
-            "queries": len(rows),
-            **{part: fmean(row[part] for row in rows) for part in rows[0]},
-        }
+            rank = 1 + sum(score > best for score in scores)
+            rows.append({"mrr": 1 / rank, "found": best > tau, "kept": kept, "silent": kept == 0})
+        figures[kind] = {"queries": len(rows)}
+        for part in rows[0]:
+            figures[kind][part] = fmean(row[part] for row in rows)
     for kind in ("unanswered", "nothing"):
-        found[kind].pop("mrr")
-        found[kind].pop("found")
-    return found
+        figures[kind].pop("mrr")
+        figures[kind].pop("found")
+    return figures
 
 
 def island(name: str) -> list[dict[str, Any]]:
@@ -201,21 +210,22 @@ def examples(
 ) -> dict[str, dict[str, list[float]]]:
     """Set -> query -> nDCG@5 and F1 at zero of the first queries that rounding cannot change.
 
-    They tell other weights from these on any processor: every score stands `CLEAR` of zero, and of
-    every score of the other label.
+    These queries tell other weights from these weights on any processor: every score is more than
+    `CLEAR` from zero, and from every score of the other label.
     """
     ranker = RSRank.from_pretrained(model, device="cpu", dtype="float32")
-    found: dict[str, dict[str, list[float]]] = {}
+    figures: dict[str, dict[str, list[float]]] = {}
     for name, queries in sets.items():
-        rows = found[name] = {}
+        rows: dict[str, list[float]] = {}
         for query in queries:
-            (scored,) = score_dataset(ranker, [query])
-            if len(rows) < count and is_clear(scored):
-                f1 = selection_measures([scored], Rule(0.0))["f1"].item()
-                rows[query.id] = [ranking_measures([scored])["ndcg@5"].item(), f1]
             if len(rows) == count:
                 break
-    return found
+            (scored,) = score_dataset(ranker, [query])
+            if is_clear(scored):
+                f1 = selection_measures([scored], Rule(0.0))["f1"].item()
+                rows[query.id] = [ranking_measures([scored])["ndcg@5"].item(), f1]
+        figures[name] = rows
+    return figures
 
 
 def shift_off(
@@ -244,10 +254,10 @@ def shift_off(
                     if any(document.relevant for document in query.documents):
                         answerable.append(query)
                 scored = score_dataset(ranker, tqdm(answerable, desc=f"{row['dataset']}{suffix}"))
-                found = summarise(scored, ranker.native_rule)
-                rule = found["rules"]["in_use"]
-                row[f"ndcg@5{suffix}"] = found["ndcg@5"]
-                row[f"f1{suffix}"] = found["rules"]["threshold"]["f1"]
+                measures = summarise(scored, ranker.native_rule)
+                rule = measures["rules"]["in_use"]
+                row[f"ndcg@5{suffix}"] = measures["ndcg@5"]
+                row[f"f1{suffix}"] = measures["rules"]["threshold"]["f1"]
                 row[f"rule f1{suffix}"] = rule["f1"]
                 row[f"lost{suffix}"] = rule["lost"] / len(answerable)
     return rows
@@ -283,7 +293,7 @@ def main() -> None:
     parser.add_argument(
         "--shift-limit", type=int, default=100, help="first queries that are scored without shift"
     )
-    parser.add_argument("--baseline-scores", type=Path, default=None, help="folder to keep them in")
+    parser.add_argument("--baseline-scores", type=Path, default=None, help="folder for scores")
     options = parser.parse_args()
     figures = measure(
         options.data,

@@ -46,26 +46,33 @@ MULTI_HOP = ("2wiki", "hotpotqa", "musique")
 """Families whose questions need several passages."""
 
 
-def rows_of(figures: Figures) -> tuple[list[str], list[str]]:
+def sets_of(figures: Figures) -> tuple[list[str], list[str]]:
     """The sets of families that were seen in training, and those that never were."""
-    names = [row["dataset"] for row in next(iter(figures.values()))["sets"]]
-    return [name for name in names if family(name) in SEEN], [
-        name for name in names if family(name) not in SEEN
-    ]
+    seen = []
+    unseen = []
+    for row in next(iter(figures.values()))["sets"]:
+        name = row["dataset"]
+        if family(name) in SEEN:
+            seen.append(name)
+        else:
+            unseen.append(name)
+    return seen, unseen
 
 
 def family_mean(values: Mapping[str, float], sets: Sequence[str]) -> float:
     """Each family counts once, however many sets there are of it."""
-    families = dict.fromkeys(map(family, sets))
-    return statistics.fmean(
-        statistics.fmean(values[s] for s in sets if family(s) == f) for f in families
-    )
+    by_family: dict[str, list[float]] = {}
+    for name in sets:
+        by_family.setdefault(family(name), []).append(values[name])
+    return statistics.fmean(map(statistics.fmean, by_family.values()))
 
 
 def values_of(figures: Figures, system: str, metric: str) -> dict[str, float]:
-    """Set -> value."""
-    rows = figures[system]["sets"]
-    return {row["dataset"]: {**row, **row["rules"]["threshold"]}[metric] for row in rows}
+    """Set -> value at the threshold alone."""
+    values = {}
+    for row in figures[system]["sets"]:
+        values[row["dataset"]] = {**row, **row["rules"]["threshold"]}[metric]
+    return values
 
 
 def by_rule(figures: Figures, system: str, metric: str) -> dict[str, float]:
@@ -73,43 +80,52 @@ def by_rule(figures: Figures, system: str, metric: str) -> dict[str, float]:
     values = {}
     for row in figures[system]["sets"]:
         value = {**row, **row["rules"]["in_use"]}[metric]
-        values[row["dataset"]] = value / row["answerable"] if metric == "lost" else value
+        if metric == "lost":
+            value = value / row["answerable"]
+        values[row["dataset"]] = value
     return values
 
 
 def columns_of(figures: Figures, metric: str) -> dict[str, dict[str, float]]:
     """System -> row of the table -> value: the sets, then the means over families."""
-    seen, unseen = rows_of(figures)
-    found = {}
+    seen, unseen = sets_of(figures)
+    everything = [*seen, *unseen]
+    groups = {"mean, seen": seen, "mean, never seen": unseen, "mean of all": everything}
+    columns = {}
     for system in figures:
         values = values_of(figures, system, metric)
-        means = {"mean, seen": seen, "mean, never seen": unseen, "mean of all": [*seen, *unseen]}
-        found[system] = {**{s: values[s] for s in (*seen, *unseen)}} | {
-            name: family_mean(values, sets) for name, sets in means.items() if sets
-        }
-    return found
+        column = {name: values[name] for name in everything}
+        for label, names in groups.items():
+            if names:
+                column[label] = family_mean(values, names)
+        columns[system] = column
+    return columns
 
 
 def table(figures: Figures, metrics: Sequence[str] = ("ndcg@5", "f1")) -> str:
     """A row a set and mean, columns of several metrics; the best of each metric is bold."""
-    systems, (seen, _) = list(figures), rows_of(figures)
+    systems = list(figures)
+    seen, unseen = sets_of(figures)
     counts = {row["dataset"]: str(row["queries"]) for row in figures[systems[0]]["sets"]}
     columns = {metric: columns_of(figures, metric) for metric in metrics}
-    head = [
-        "set",
-        "seen",
-        "queries",
-        *(f"{METRICS[metric]} {system}" for metric in metrics for system in systems),
-    ]
+    head = ["set", "seen", "queries"]
+    for metric in metrics:
+        for system in systems:
+            head.append(f"{METRICS[metric]} {system}")
     lines = [head, ["---", "---", *["--:"] * (len(head) - 2)]]
     for name in columns[metrics[0]][systems[0]]:
-        cells = []
+        kind = ""
+        if name in seen:
+            kind = "yes"
+        elif name in unseen:
+            kind = "no"
+        cells = [name, kind, counts.get(name, "")]
         for metric in metrics:
             points = [f"{100 * columns[metric][system][name]:.1f}" for system in systems]
             best = max(points, key=float)
-            cells += [f"**{value}**" if value == best else value for value in points]
-        kind = ("yes" if name in seen else "no") if name in counts else ""
-        lines.append([name, kind, counts.get(name, ""), *cells])
+            for value in points:
+                cells.append(f"**{value}**" if value == best else value)
+        lines.append(cells)
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -148,9 +164,9 @@ def typed_table(figures: Figures) -> str:
         sets = {row["dataset"]: row for row in figures[system]["sets"]}
         cells = [label]
         for name in TYPED:
-            found = sets[name]["rules"][rule]
-            cells.append(_share(found["lost"], sets[name]["answerable"]))
-            cells.append(f"{found['kept']:.1f}")
+            measures = sets[name]["rules"][rule]
+            cells.append(_share(measures["lost"], sets[name]["answerable"]))
+            cells.append(f"{measures['kept']:.1f}")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -179,7 +195,7 @@ def shift_table(figures: Figures) -> str:
 def overview_table(figures: Figures) -> str:
     """The README's second table: means over families of the public sets, by each system's rule."""
     systems = list(figures)[:2]
-    seen, unseen = rows_of(figures)
+    seen, unseen = sets_of(figures)
     seen = [name for name in seen if name not in TYPED]
     lines = ["| | " + " | ".join(f"{name}: seen | not seen" for name in systems) + " |"]
     lines.append(f"|---|{'--:|' * 2 * len(systems)}")
@@ -209,13 +225,14 @@ def rules_table(figures: Figures) -> str:
 
 
 def threshold_table(figures: Figures) -> str:
-    """What the best threshold of each set, found on its labels, would add to zero."""
+    """F1 at zero, and F1 at the threshold that is best on each set's own labels."""
     lines = ["| set | F1 at zero | F1 at the set's best | that threshold |", "|---|--:|--:|--:|"]
-    lines += [
-        f"| {row['dataset']} | {100 * row['rules']['threshold']['f1']:.1f} "
-        f"| {100 * row['best_threshold']['f1']:.1f} | {row['best_threshold']['threshold']:+.2f} |"
-        for row in next(iter(figures.values()))["sets"]
-    ]
+    for row in next(iter(figures.values()))["sets"]:
+        best = row["best_threshold"]
+        lines.append(
+            f"| {row['dataset']} | {100 * row['rules']['threshold']['f1']:.1f} "
+            f"| {100 * best['f1']:.1f} | {best['threshold']:+.2f} |"
+        )
     return "\n".join(lines)
 
 
@@ -225,21 +242,21 @@ def _share(part: int, whole: int) -> str:
 
 def absent_table(figures: Figures) -> str:
     """How well the best score tells lists with a relevant passage from lists without one."""
-    systems = list(figures)
-    rows = {s: {row["dataset"]: row for row in figures[s]["sets"]} for s in systems}
-    seen, unseen = rows_of(figures)
-    lines = [
-        f"| set | {' | '.join(f'AUROC {s}' for s in systems)} "
-        f"| {' | '.join(f'false accepts {s}' for s in systems)} |",
-        f"|---|{'--:|' * 2 * len(systems)}",
-    ]
+    rows = {}
+    for system, result in figures.items():
+        rows[system] = {row["dataset"]: row for row in result["sets"]}
+    seen, unseen = sets_of(figures)
+    head = ["set"]
+    head += [f"AUROC {system}" for system in figures]
+    head += [f"false accepts {system}" for system in figures]
+    lines = [f"| {' | '.join(head)} |", f"|---|{'--:|' * 2 * len(figures)}"]
     for name in (*seen, *unseen):
-        cells = []
+        cells = [name]
         for key, form in (("auroc", "{:.1%}"), ("false_accepts@90", "{:.0%}")):
-            for system in systems:
+            for system in figures:
                 value = rows[system][name].get(key)
                 cells.append(NOT_MEASURED if value is None else form.format(value))
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -253,21 +270,24 @@ def short_table(figures: Figures) -> str:
         "unanswered": "full question without an answer",
         "nothing": "greeting or off-topic",
     }
-    shown = {
-        "mrr": "MRR {:.3f}",
-        "found": "wanted one kept {:.0%}",
-        "kept": "kept of 61: {:.1f}",
-        "silent": "keeps none {:.0%}",
+    parts = {
+        "mrr": ("MRR", "{:.3f}"),
+        "found": ("wanted one kept", "{:.0%}"),
+        "kept": ("kept of 61", "{:.1f}"),
+        "silent": ("keeps none", "{:.0%}"),
     }
     for kind, name in kinds.items():
         rows = [system["short"][kind] for system in figures.values() if kind in system["short"]]
-        # Figures that were measured before this kind was have nothing of it.
-        for part, text in shown.items() if len(rows) == len(figures) else ():
-            if part in rows[0] and (part == "silent") == ("mrr" not in rows[0]):
-                label, _, number = text.partition("{")
-                cells = [("{" + number).format(row[part]) for row in rows]
-                first = f"{name} ({rows[0]['queries']:.0f}): {label.strip(' :')}"
-                lines.append(f"| {first} | {' | '.join(cells)} |")
+        # Older figures lack this kind.
+        if len(rows) < len(figures):
+            continue
+        # Queries without an answer have no reciprocal rank.
+        shown = ("mrr", "found", "kept") if "mrr" in rows[0] else ("silent",)
+        for part in shown:
+            label, form = parts[part]
+            cells = [form.format(row[part]) for row in rows]
+            first = f"{name} ({rows[0]['queries']:.0f}): {label}"
+            lines.append(f"| {first} | {' | '.join(cells)} |")
     for dataset, row in next(iter(figures.values()))["unanswered"].items():
         cells = [f"{system['unanswered'][dataset]['kept']:.0%}" for system in figures.values()]
         lines.append(
@@ -278,19 +298,19 @@ def short_table(figures: Figures) -> str:
 
 def difference_tables(figures: Figures) -> str:
     """The first system minus each other one; bold where the interval leaves zero out."""
-    first, parts = next(iter(figures)), []
-    for other, found in figures[first].get("differences", {}).items():
+    first = next(iter(figures))
+    tables = []
+    for other, by_set in figures[first].get("differences", {}).items():
         lines = [
             f"**{first} minus {other}**\n",
             f"| set | {' | '.join(METRICS.values())} |",
             "|---|--:|--:|--:|",
         ]
-        for name, row in found.items():
-            lines.append(
-                f"| {name} | {' | '.join(_difference(*row[metric]) for metric in METRICS)} |"
-            )
-        parts.append("\n".join(lines))
-    return "\n\n".join(parts)
+        for name, row in by_set.items():
+            cells = [_difference(*row[metric]) for metric in METRICS]
+            lines.append(f"| {name} | {' | '.join(cells)} |")
+        tables.append("\n".join(lines))
+    return "\n\n".join(tables)
 
 
 def _difference(mean: float, low: float, high: float) -> str:
@@ -304,22 +324,21 @@ def differences(
     thresholds: tuple[float, float],
 ) -> dict[str, dict[str, list[float]]]:
     """Set -> metric -> mean paired difference over queries and its 95% interval."""
-    made = {}
+    by_set = {}
     for name in first:
-        pairs = []
+        pair = []
         for scored, tau in zip((first[name], second[name]), thresholds, strict=True):
             f1 = selection_measures(scored, Rule(tau))["f1"]
-            pairs.append({**ranking_measures(scored), "f1": f1})
-        found = {metric: estimate_mean(pairs[0][metric] - pairs[1][metric]) for metric in METRICS}
-        made[name] = {
-            metric: [
-                e.mean,
-                e.mean if e.low is None else e.low,
-                e.mean if e.high is None else e.high,
-            ]
-            for metric, e in found.items()
-        }
-    return made
+            pair.append({**ranking_measures(scored), "f1": f1})
+        row = {}
+        for metric in METRICS:
+            estimate = estimate_mean(pair[0][metric] - pair[1][metric])
+            mean = estimate.mean
+            low = mean if estimate.low is None else estimate.low
+            high = mean if estimate.high is None else estimate.high
+            row[metric] = [mean, low, high]
+        by_set[name] = row
+    return by_set
 
 
 def blocks(figures: Figures) -> dict[str, str]:
@@ -338,12 +357,15 @@ def blocks(figures: Figures) -> dict[str, str]:
     }
 
 
-def rewritten(text: str, found: Mapping[str, str]) -> str:
-    """A page with its tables replaced; those that others make stay."""
-    return BLOCK.sub(
-        lambda match: f"{match[1]}{found[match[2]]}\n{match[3]}" if match[2] in found else match[0],
-        text,
-    )
+def rewritten(text: str, tables: Mapping[str, str]) -> str:
+    """A page with these tables, by name; tables of other scripts stay."""
+
+    def replacement(match: re.Match[str]) -> str:
+        if match[2] not in tables:
+            return match[0]
+        return f"{match[1]}{tables[match[2]]}\n{match[3]}"
+
+    return BLOCK.sub(replacement, text)
 
 
 def read(root: Path = ROOT) -> Figures:
@@ -354,10 +376,10 @@ def read(root: Path = ROOT) -> Figures:
 
 def main() -> None:
     """Rewrite the pages."""
-    found = blocks(read())
+    tables = blocks(read())
     for page in PAGES:
         path = ROOT / page
-        path.write_text(rewritten(path.read_text(encoding="utf-8"), found), encoding="utf-8")
+        path.write_text(rewritten(path.read_text(encoding="utf-8"), tables), encoding="utf-8")
 
 
 if __name__ == "__main__":
