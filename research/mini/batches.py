@@ -114,7 +114,7 @@ class Batch:
 
 def without_typos(batch: Batch, lists: Sequence[int]) -> tuple[Batch, list[int]]:
     """Some lists of a batch with their queries as they were, and the positions of their texts."""
-    places = sorted({place for number in lists for place in batch.labels[number]})
+    places = sorted(set().union(*(batch.labels[number] for number in lists)))
     new = {place: at for at, place in enumerate(places)}
     result = Batch(
         texts=[batch.texts[place] for place in places],
@@ -153,7 +153,9 @@ class Pool:
         """Titles of everyday's passages."""
         titles = {}
         for example in self.training[EVERYDAY]:
-            titles |= {p.title: None for p in example.passages if p.title}
+            for passage in example.passages:
+                if passage.title:
+                    titles[passage.title] = None
         return list(titles)
 
     def teacher_texts(self) -> list[str]:
@@ -174,17 +176,18 @@ def from_sets(folder: Path, manuals: Path | None) -> Pool:
             source = entry if name == EVERYDAY else row["of"]
             part = pool.validation if digest(source) < APART * 2**64 else pool.training
             part[name].append(example_of(row, name, entry))
-    for line in [] if manuals is None else manuals.read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
-        part = pool.validation if row["of"] in MANUALS_APART else pool.training
-        part[MANUALS].append(example_of(row, MANUALS, row["of"]))
+    if manuals is not None:
+        for line in manuals.read_text(encoding="utf-8").splitlines():
+            row = json.loads(line)
+            part = pool.validation if row["of"] in MANUALS_APART else pool.training
+            part[MANUALS].append(example_of(row, MANUALS, row["of"]))
     for name in (*data.SETS, *data.UNSEEN):
         texts = data.Texts()
         training, validation = data.load(folder, [name], texts)
         if name in data.SETS:
             random.Random(5).shuffle(training)
-            chosen = training[:QUERIES_OF_SET]
-            pool.training[name] = [public_example(example, texts) for example in chosen]
+            training = training[:QUERIES_OF_SET]
+            pool.training[name] = [public_example(example, texts) for example in training]
         pool.validation[name] = [public_example(example, texts) for example in validation]
     return pool
 
@@ -202,14 +205,16 @@ def pack(pool: Pool, path: Path, queries: int, passages: int) -> None:
     examples = []
     for name, of_set in pool.training.items():
         public = name in data.SETS
-        for example in of_set[:queries] if public else of_set:
+        if public:
+            of_set = of_set[:queries]
+        for example in of_set:
             rows = example.passages
             if public:
                 rows = sorted(rows, key=lambda passage: not passage.relevant)[:passages]
             places = []
-            for p in rows:
-                place = table.setdefault((p.text, p.title, p.group), len(table))
-                places.append([place, p.relevant])
+            for passage in rows:
+                key = (passage.text, passage.title, passage.group)
+                places.append([table.setdefault(key, len(table)), passage.relevant])
             examples.append([name, example.query, example.group, places])
     with lzma.open(path, "wt", encoding="utf-8") as file:
         json.dump({"passages": list(table), "examples": examples}, file)
@@ -290,7 +295,7 @@ def typo(query: str, rng: random.Random, longest: bool = False) -> str:
 
 
 def neighbour(letter: str, rng: random.Random) -> str:
-    """A letter beside this one on an English keyboard."""
+    """A letter next to this one on an English keyboard."""
     for row in KEYBOARD:
         at = row.find(letter.lower())
         if at >= 0:
@@ -325,12 +330,11 @@ class Sampler:
         for example in pool.training[REAL]:
             self.documents[example.group].append(example)
         for example in pool.training[MANUALS]:
-            self.manuals[f"{MANUALS}/{example.group}"].append(
-                Example(example.query, example.passages, MANUALS, f"{MANUALS}/{example.group}")
-            )
+            group = f"{MANUALS}/{example.group}"
+            copy = Example(example.query, example.passages, MANUALS, group)
+            self.manuals[group].append(copy)
         self.sets = [name for name in config["public"] if pool.training[name]]
         self.shares = [config["public"][name] for name in self.sets]
-        self.public = [e for name in self.sets for e in pool.training[name]]
 
     def __call__(self, step: int) -> Batch:
         """The batch of one step."""
@@ -351,22 +355,29 @@ class Sampler:
 
     def add(self, batch: Batch, example: Example, rng: random.Random, budget: int) -> None:
         """Add one list with texts of its own."""
-        passages, query, clean = example.passages, example.query, example.query
-        relevant = [p for p in passages if p.relevant]
+        query = example.query
+        clean: str | None = example.query
+        relevant = [passage for passage in example.passages if passage.relevant]
         rng.shuffle(relevant)
         relevant = relevant[: self.config["most_relevant"]]
         bare = rng.random() >= self.config["titled"]
         if example.source == EVERYDAY and relevant and rng.random() < self.config["title_query"]:
             title = relevant[0].title
             if title:
-                query, clean, bare = title.lower() if rng.random() < 0.5 else title, None, True
+                query = title
+                clean = None
+                bare = True
+                if rng.random() < 0.5:
+                    query = title.lower()
         elif rng.random() < self.config["keywords"]:
-            query, clean = data.keywords(query), query
+            query = data.keywords(query)
         if relevant and rng.random() < self.config["unanswered"]:
             relevant = []
         passages = relevant + self.irrelevant(example, rng)
         join = rng.random() < self.config["joined"]
-        passages = self.within(passages, len(relevant), 3 * budget // 2 if join else budget)
+        if join:
+            budget = 3 * budget // 2
+        passages = self.within(passages, len(relevant), budget)
         rng.shuffle(passages)
         texts = self.texts_of(passages, bare, rng)
         if join:
@@ -388,42 +399,48 @@ class Sampler:
 
     def within(self, passages: list[Passage], least: int, budget: int) -> list[Passage]:
         """The first passages that keep within a number of tokens, at least ``least`` and three."""
-        kept = []
+        first = []
         for passage in passages:
             size = min(self.config["most_tokens"], self.tokens(passage.text))
-            if len(kept) >= least + 3 and size > budget:
+            if len(first) >= least + 3 and size > budget:
                 continue
             budget -= size
-            kept.append(passage)
-        return kept
+            first.append(passage)
+        return first
 
     def add_document(self, batch: Batch, examples: Sequence[Example], rng: random.Random) -> None:
         """Add queries of one real document, which share its passages."""
         config = self.config
-        chosen = rng.sample(list(examples), min(config["document_queries"], len(examples)))
+        examples = rng.sample(list(examples), min(config["document_queries"], len(examples)))
         bare = rng.random() >= config["titled"]
-        wanted: dict[str, Passage] = {}
-        for example in chosen:
+        texts = {}
+        for passage in self.shared_passages(examples, rng):
+            texts[passage.text] = self.texts_of([passage], bare, rng)[0]
+        for example in examples:
+            listed = []
             for passage in example.passages:
-                if passage.relevant:
-                    wanted.setdefault(passage.text, passage)
-        for example in chosen:
-            own = [p for p in example.passages if p.group == example.group and not p.relevant]
-            own = self.irrelevant(Example(example.query, own, example.source, example.group), rng)
-            for passage in own[: config["document_passages"]]:
-                if len(wanted) < config["document_texts"]:
-                    wanted.setdefault(passage.text, passage)
-        texts = {p.text: self.texts_of([p], bare, rng)[0] for p in wanted.values()}
-        for example in chosen:
-            listed = [
-                Text(texts[p.text].text, texts[p.text].parts, p.relevant, {p.group})
-                for p in example.passages
-                if p.text in texts
-            ]
+                if passage.text in texts:
+                    text = texts[passage.text]
+                    listed.append(Text(text.text, text.parts, passage.relevant, {passage.group}))
             if rng.random() < config["joined_document"]:
                 listed = self.joined(listed, rng)
             query = example.query
             self.add_list(batch, self.typed(query, rng), query, example.source, listed)
+
+    def shared_passages(self, examples: Sequence[Example], rng: random.Random) -> list[Passage]:
+        """Relevant passages of queries of one document, then irrelevant ones of the document."""
+        passages: dict[str, Passage] = {}
+        for example in examples:
+            for passage in example.passages:
+                if passage.relevant:
+                    passages.setdefault(passage.text, passage)
+        for example in examples:
+            own = [p for p in example.passages if p.group == example.group and not p.relevant]
+            own = self.irrelevant(Example(example.query, own, example.source, example.group), rng)
+            for passage in own[: self.config["document_passages"]]:
+                if len(passages) < self.config["document_texts"]:
+                    passages.setdefault(passage.text, passage)
+        return list(passages.values())
 
     def add_greeting(self, batch: Batch, rng: random.Random) -> None:
         """Add a query that nothing answers, scored against texts of the batch."""
@@ -512,7 +529,10 @@ def merged(part: Sequence[Text]) -> Text:
     """Several texts as one."""
     if len(part) == 1:
         return part[0]
-    text = "\n\n".join(each.text for each in part)
-    groups = set().union(*(each.groups for each in part))
-    parts = tuple(own for each in part for own in each.parts)
-    return Text(text, parts, any(each.relevant for each in part), groups)
+    passages: list[str] = []
+    groups: set[str] = set()
+    for text in part:
+        passages += text.parts
+        groups |= text.groups
+    joined = "\n\n".join(text.text for text in part)
+    return Text(joined, tuple(passages), any(text.relevant for text in part), groups)

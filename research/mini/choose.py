@@ -3,9 +3,10 @@ r"""Choose what ships of a training, by validation queries, and write it for exp
     python research/mini/choose.py --data ../shared/data/train --start rsrank_rag/models/mini \
         --weights runs/mini/mean-300.pt --output runs/mini/chosen
 
-Three choices follow each other. First the *strength*, the place on the line from the weights of the
-start (0) to the trained ones (1), and the *share* of the shift: what ranks best. Then the rule that
-keeps documents, by `best_rule` or by hand (``--rule``); its threshold becomes zero.
+The script first chooses the *strength* and the *share* of the shift that rank best. The strength is
+the place on the line from the weights of the start (0) to the trained ones (1). Then `best_rule`
+chooses the rule that keeps documents, or the rule is set by hand (``--rule``). Its threshold
+becomes zero.
 """
 
 from __future__ import annotations
@@ -52,9 +53,10 @@ REFERENCE = [*PASSAGES, "\n\n".join(PASSAGES[:4])]
 
 def mean_of_groups(values: Mapping[str, float]) -> float:
     """The mean of two means: of the typed sets, and of the public ones."""
-    typed = [value for name, value in values.items() if name in TYPED]
-    public = [value for name, value in values.items() if name not in TYPED]
-    return float(np.mean([np.mean(part) for part in (typed, public) if part]))
+    groups: dict[bool, list[float]] = {}
+    for name, value in values.items():
+        groups.setdefault(name in TYPED, []).append(value)
+    return float(np.mean([np.mean(group) for group in groups.values()]))
 
 
 def ranking(rows: Mapping[str, Sequence[Row]], share: float) -> float:
@@ -68,7 +70,8 @@ def ranking(rows: Mapping[str, Sequence[Row]], share: float) -> float:
 
 def choose_rule(rows: Mapping[str, Sequence[Row]], share: float) -> Rule:
     """The best rule of the library; typed and public sets count the same, and so does each set."""
-    queries, weights = [], []
+    queries = []
+    weights = []
     names = [name for name in rows if name != NOT_FOR_RULES]
     typed = [name for name in names if name in TYPED]
     for name in names:
@@ -154,14 +157,15 @@ def main() -> None:
     form = (config["window"], config["reach"] or None)
     start = from_artifact(options.start, *form)
     model = from_artifact(options.start, *form).eval()
-    ranked, rows = {}, {}
+    ranked = {}
+    rows = {}
     for strength in options.strengths:
         model.load_state_dict(interpolated(start, trained, strength), strict=False)
         rows[strength] = validation.rows(model, texts)
         for share in SHARES:
             ranked[strength, share] = ranking(rows[strength], share)
             print(f"strength {strength}, share {share}: {100 * ranked[strength, share]:.2f}")
-    strength, share = max(ranked, key=lambda each: ranked[each])
+    strength, share = max(ranked, key=ranked.__getitem__)
     torch.save(rows[strength], options.output / "rows.pt")
     rule = choose_rule(rows[strength], share)
     if options.rule is not None:
@@ -172,7 +176,9 @@ def main() -> None:
     about = {"strength": strength, "weights": options.weights.name, "data": sorted(pool.training)}
     export(model, share, rule, options.output, about)
     reference(model, texts, options.output)
-    figures["ranked"] = {f"{a:g}, {b:g}": round(100 * v, 2) for (a, b), v in ranked.items()}
+    figures["ranked"] = {}
+    for pair, value in ranked.items():
+        figures["ranked"][f"{pair[0]:g}, {pair[1]:g}"] = round(100 * value, 2)
     text = json.dumps(figures, indent=1)
     (options.output / "validation.json").write_text(text + "\n", encoding="utf-8")
     print(strength, share, rule)

@@ -1,7 +1,7 @@
 """Labelled sets: rows, and which of their queries validate.
 
-Validation queries are cut from the training files. They share no question and no relevant passage
-with what is trained on.
+Validation queries come from the training files. They share no question and no relevant passage with
+the training queries.
 """
 
 from __future__ import annotations
@@ -111,51 +111,71 @@ def normal(text: str) -> str:
 
 def content(document: dict) -> str:
     """Title, where there is one and the text does not start with it, then the text."""
-    title, text = document.get("title"), document["text"]
-    return f"{title}\n{text}" if title and not text.startswith(title) else text
+    title = document.get("title")
+    text = document["text"]
+    if title and not text.startswith(title):
+        return f"{title}\n{text}"
+    return text
+
+
+def _order(row: dict) -> str:
+    """A hash of the question: rows sorted by it are in a random order that never changes."""
+    return hashlib.sha256(normal(row["query"]).encode()).hexdigest()
+
+
+def _is_apart(row: dict, questions: set[str], passages: set[str]) -> bool:
+    """Whether neither the question nor a relevant passage is one of these."""
+    if normal(row["query"]) in questions:
+        return False
+    for document in row["documents"]:
+        if document["relevant"] and normal(document["text"]) in passages:
+            return False
+    return True
 
 
 def load(folder: Path, names: Sequence[str], texts: Texts) -> tuple[list[Example], list[Example]]:
     """Training and validation examples: no question and no relevant passage is in both."""
     rows = {name: read(folder / f"{name}.jsonl.gz") for name in names}
-    kept_apart: dict[str, list[dict]] = {}
+    validating: set[int] = set()
     questions: set[str] = set()
     passages: set[str] = set()
-    for name, of_set in rows.items():
-        by_hash = sorted(
-            of_set, key=lambda row: hashlib.sha256(normal(row["query"]).encode()).hexdigest()
-        )
-        kept_apart[name] = by_hash[: min(VALIDATION, len(by_hash) // 4)]
-        questions |= {normal(row["query"]) for row in kept_apart[name]}
-        passages |= {
-            normal(d["text"]) for row in kept_apart[name] for d in row["documents"] if d["relevant"]
-        }
-        passages |= {
-            normal(content(d))
-            for row in kept_apart[name]
-            for d in row["documents"]
-            if d["relevant"]
-        }
-    training, validation = [], []
-    for name, of_set in rows.items():
-        apart = {id(row) for row in kept_apart[name]}
-        for row in of_set:
-            example = Example(row["query"], [], [], source=name)
+    for of_set in rows.values():
+        for row in sorted(of_set, key=_order)[: min(VALIDATION, len(of_set) // 4)]:
+            validating.add(id(row))
+            questions.add(normal(row["query"]))
             for document in row["documents"]:
-                place = texts.add(content(document))
-                if content(document) != document["text"]:
-                    texts.bare[place] = texts.add(document["text"])
-                (example.relevant if document["relevant"] else example.others).append(place)
-            if id(row) in apart:
+                if document["relevant"]:
+                    passages.add(normal(document["text"]))
+                    passages.add(normal(content(document)))
+    training = []
+    validation = []
+    for name, of_set in rows.items():
+        for row in of_set:
+            example = _example_of(row, name, texts)
+            if id(row) in validating:
                 validation.append(example)
-            elif normal(row["query"]) not in questions and not any(
-                normal(d["text"]) in passages for d in row["documents"] if d["relevant"]
-            ):
+            elif _is_apart(row, questions, passages):
                 training.append(example)
     return training, validation
+
+
+def _example_of(row: dict, name: str, texts: Texts) -> Example:
+    """The example of a row; its texts are added to the table."""
+    example = Example(row["query"], [], [], source=name)
+    for document in row["documents"]:
+        place = texts.add(content(document))
+        if content(document) != document["text"]:
+            texts.bare[place] = texts.add(document["text"])
+        if document["relevant"]:
+            example.relevant.append(place)
+        else:
+            example.others.append(place)
+    return example
 
 
 def keywords(query: str) -> str:
     """Content words only; the query itself if fewer than two are left."""
     words = [word for word in re.findall(r"[\w'-]+", query) if word.lower() not in _FILLER]
-    return " ".join(words) if len(words) > 1 else query
+    if len(words) < 2:
+        return query
+    return " ".join(words)

@@ -1,4 +1,4 @@
-r"""Make an artifact of what choose.py wrote: encoder, B, weights beside it, and the rule.
+r"""Make an artifact of what choose.py wrote: encoder, B, the other weights, and the rule.
 
     python research/mini/export.py --weights runs/mini/chosen --start rsrank_rag/models/mini \
         --output runs/mini/artifact --keep research/mini/reference.json
@@ -24,7 +24,6 @@ from rsrank_rag.backends.options import LoadOptions
 from rsrank_rag.backends.torch.projection import Projection
 
 TEMPLATE = Template(instruction="[CLS]", separator="[SEP]", query_start="[CLS]", suffix="[SEP]")
-SMALL = ("projection", "shift_weight", "agreement")
 NEAR = 1e-4
 """Largest allowed difference from the recipe's own scores in float32. Rounding stays far below."""
 
@@ -47,7 +46,9 @@ def convert(source: Path, folder: Path, start: Path) -> None:
     rule = description["rule"]
     reach = description["reach"]
     weights = load_file(source / "model.safetensors")
-    projection, shift_weight, agreement = (weights.pop(name) for name in SMALL)
+    projection = weights.pop("projection")
+    shift_weight = weights.pop("shift_weight")
+    agreement = weights.pop("agreement")
     with tempfile.TemporaryDirectory() as temporary:
         encoder(weights, start).save_pretrained(temporary)
         AutoTokenizer.from_pretrained(start / "backbone").save_pretrained(temporary)
@@ -84,8 +85,9 @@ def check(folder: Path, reference: Path) -> float:
     ranker = RSRank.from_pretrained(folder, device="cpu", dtype="float32", cache_size=0)
     largest = 0.0
     for case in json.loads(reference.read_text(encoding="utf-8")):
-        found = ranker.score(case["query"], case["documents"])
-        largest = max(largest, *(abs(a - b) for a, b in zip(found, case["scores"], strict=True)))
+        scores = ranker.score(case["query"], case["documents"])
+        for score, expected in zip(scores, case["scores"], strict=True):
+            largest = max(largest, abs(score - expected))
     return largest
 
 

@@ -1,10 +1,10 @@
-r"""Compare artifacts on sets kept apart: by the rule of their config, and by zero alone.
+r"""Compare artifacts on sets that took no part in training: by their rule, and by zero alone.
 
     python research/mini/held_out.py --data ../shared/data/dev --output runs/held-out.json \
         --models mini runs/mini/artifact
 
-Besides the sets as they are: everyday's queries with one typo in their longest word, and its
-answers joined with none and with seven others.
+The sets are measured as they are, and everyday in three other forms: its queries with one typo in
+their longest word, its answers alone, and its answers joined with seven others.
 """
 
 from __future__ import annotations
@@ -16,32 +16,31 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-from batches import EVERYDAY, REAL, Example, example_of, typo
+from batches import EVERYDAY, REAL, Example, example_of
 from tqdm import tqdm
-from validate import auroc, f1, joined, ndcg
+from validate import auroc, f1, joined, ndcg, with_typos
 
 import data
 from rsrank_rag import RSRank, Rule
 
-TYPO, ALONE, JOINED = "everyday.typo", "joined.1", "joined.8"
+TYPO = "everyday.typo"
+ALONE = "joined.1"
+JOINED = "joined.8"
 TYPED = (EVERYDAY, TYPO, REAL)
 Lists = list[tuple[np.ndarray, np.ndarray]]
 """Scores and labels of each query."""
 
 
 def read_sets(folder: Path, limit: int | None) -> dict[str, list[Example]]:
-    """Every set by name, then what is made of everyday."""
+    """Every set by name, then the other forms of everyday."""
     sets = {}
     for path in sorted(folder.glob("*.jsonl.gz")):
         name = path.name.removesuffix(".jsonl.gz")
         sets[name] = [example_of(row, name, "") for row in data.read(path)[:limit]]
-    rng = random.Random(7)
     everyday = sets[EVERYDAY]
-    sets[TYPO] = [
-        Example(typo(each.query, rng, longest=True), each.passages, each.source, each.group)
-        for each in everyday
-    ]
-    sets[ALONE], sets[JOINED] = joined(everyday, 1), joined(everyday, 8)
+    sets[TYPO] = with_typos(everyday, random.Random(7))
+    sets[ALONE] = joined(everyday, 1)
+    sets[JOINED] = joined(everyday, 8)
     return sets
 
 
@@ -63,18 +62,18 @@ def selection(lists: Lists, rule: Rule) -> dict[str, float]:
         documents a query; ``f1``; ``recall``; ``called relevant``, the share of unanswerable
         queries with a score above the threshold.
     """
-    lost, kept, f1s, recalls, called = [], [], [], [], []
+    names = ("lost", "kept", "f1", "recall", "called relevant")
+    figures: dict[str, list[float]] = {name: [] for name in names}
     for scores, relevant in lists:
-        chosen = np.zeros(len(scores), dtype=bool)
-        chosen[list(rule.select(scores.tolist()))] = True
-        kept.append(chosen.sum())
-        f1s.append(f1(chosen, relevant))
+        selected = np.zeros(len(scores), dtype=bool)
+        selected[list(rule.select(scores.tolist()))] = True
+        figures["kept"].append(selected.sum())
+        figures["f1"].append(f1(selected, relevant))
         if relevant.any():
-            lost.append(not (chosen & relevant).any())
-            recalls.append((chosen & relevant).sum() / relevant.sum())
+            figures["lost"].append(not (selected & relevant).any())
+            figures["recall"].append((selected & relevant).sum() / relevant.sum())
         else:
-            called.append((scores > rule.threshold).any())
-    figures = {"lost": lost, "kept": kept, "f1": f1s, "recall": recalls, "called relevant": called}
+            figures["called relevant"].append((scores > rule.threshold).any())
     return {name: round(float(np.mean(values)), 4) for name, values in figures.items() if values}
 
 
@@ -83,14 +82,18 @@ def figures_of(scored: Mapping[str, Lists], native: Rule) -> dict[str, dict]:
     figures = {}
     rules = {"rule": native, "zero": Rule(threshold=0.0)}
     for name, lists in scored.items():
-        answerable = [each for each in lists if each[1].any()]
+        ndcgs = [ndcg(scores, relevant) for scores, relevant in lists if relevant.any()]
+        all_scores = np.concatenate([scores for scores, _ in lists])
+        all_labels = np.concatenate([relevant for _, relevant in lists])
         figures[name] = {
             "queries": len(lists),
-            "ndcg@5": round(float(np.mean([ndcg(*each) for each in answerable])), 4),
-            "auroc": round(auroc(*map(np.concatenate, zip(*lists, strict=True))), 4),
-            **{label: selection(lists, rule) for label, rule in rules.items()},
+            "ndcg@5": round(float(np.mean(ndcgs)), 4),
+            "auroc": round(auroc(all_scores, all_labels), 4),
         }
-    alone, together = (figures[name]["rule"]["recall"] for name in (ALONE, JOINED))
+        for label, rule in rules.items():
+            figures[name][label] = selection(lists, rule)
+    alone = figures[ALONE]["rule"]["recall"]
+    together = figures[JOINED]["rule"]["recall"]
     figures[JOINED]["kept as often as alone"] = round(together / alone, 4)
     public = [name for name in scored if name not in (*TYPED, ALONE, JOINED)]
     for label, names in (("typed, mean", TYPED), ("public, mean", public)):

@@ -194,9 +194,19 @@ class Mini(nn.Module):
         ]
 
     def values(
-        self, hidden: Tensor, valid: Tensor, kept: list[tuple[Tensor, Tensor]], seen: Tensor
+        self, hidden: Tensor, valid: Tensor, documents: list[tuple[Tensor, Tensor]], seen: Tensor
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Value vectors (R, H, T, D) of the query's tokens: layers read, fusion layers."""
+        """Value vectors of the query's tokens after documents.
+
+        Args:
+            hidden: States (R, T, C) that enter the fusion layer.
+            valid: Which of them are no padding, (R, T).
+            documents: Keys and values of the documents in each fusion layer.
+            seen: Which positions of the documents are no padding, (R, S).
+
+        Returns:
+            Those of the layers read, and those of the fusion layers, each (R, H, T, D).
+        """
         mask = torch.cat([seen, valid], dim=1)[:, None, None]
         read, own = [], []
         for number in range(self.shape.fuse, self.shape.run):
@@ -205,11 +215,11 @@ class Mini(nn.Module):
             own.append(values)
             if number > self.shape.fuse:
                 read.append(values)
-            documents = kept[number - self.shape.fuse]
+            document_keys, document_values = documents[number - self.shape.fuse]
             hidden = layer(
                 hidden,
-                torch.cat([documents[0], keys], 2),
-                torch.cat([documents[1], values], 2),
+                torch.cat([document_keys, keys], 2),
+                torch.cat([document_values, values], 2),
                 mask,
             )
         last = self.layers[self.shape.run]

@@ -21,6 +21,9 @@ ANSWERS = 60
 """Queries whose answer is scored alone and joined with others."""
 JOINED = {"joined.1": 1, "joined.4": 4, "joined.8": 8}
 """Passages of a text."""
+FIGURES = (
+    "ndcg", "ndcg similarity", "auroc", "f1", "f1 similarity", "lost", "kept", "answered anyway",
+)  # fmt: skip
 
 
 @dataclass
@@ -50,11 +53,9 @@ class Validation:
             self.lists[name] = random.Random(2).sample(examples, min(most, len(examples)))
         rng = random.Random(3)
         everyday = self.lists[EVERYDAY]
-        self.lists["everyday.typo"] = [
-            Example(typo(e.query, rng, longest=True), e.passages, e.source, e.group)
-            for e in everyday
-        ]
-        self.lists |= {name: joined(everyday, count) for name, count in JOINED.items()}
+        self.lists["everyday.typo"] = with_typos(everyday, rng)
+        for name, count in JOINED.items():
+            self.lists[name] = joined(everyday, count)
 
     def rows(self, model: Mini, texts: Texts) -> dict[str, list[Row]]:
         """Set -> scores of its queries."""
@@ -74,11 +75,21 @@ class Validation:
                 public.append(summary(of_set))
                 if name.startswith(("2wiki", "hotpotqa.sentence")):
                     result[name] = public[-1]
-        keys = [key for key in public[0] if all(key in each for each in public)]
-        result["public"] = {
-            key: round(float(np.mean([each[key] for each in public])), 3) for key in keys
-        }
+        result["public"] = {}
+        for key in public[0]:
+            values = [figures[key] for figures in public if key in figures]
+            if len(values) == len(public):
+                result["public"][key] = round(float(np.mean(values)), 3)
         return result
+
+
+def with_typos(examples: Sequence[Example], rng: random.Random) -> list[Example]:
+    """The same examples with one typo in the longest word of each query."""
+    changed = []
+    for example in examples:
+        query = typo(example.query, rng, longest=True)
+        changed.append(Example(query, example.passages, example.source, example.group))
+    return changed
 
 
 def joined(examples: Sequence[Example], count: int) -> list[Example]:
@@ -91,12 +102,19 @@ def joined(examples: Sequence[Example], count: int) -> list[Example]:
     rng = random.Random(4)
     answers = rng.sample(answers, min(ANSWERS, len(answers)))
     total = len(answers)
-    members = [[(at + 7 * k) % total for k in range(count)] for at in range(total)]
-    texts = ["\n\n".join(answers[m][1].content() for m in each) for each in members]
+    members = []
+    texts = []
+    for at in range(total):
+        group = [answers[(at + 7 * k) % total][1] for k in range(count)]
+        members.append(group)
+        texts.append("\n\n".join(passage.content() for passage in group))
     result = []
     for at, (example, own) in enumerate(answers):
-        without = [i for i in range(total) if all(answers[m][1] is not own for m in members[i])]
-        without = [i for i in without if own.text not in texts[i]]
+        without = []
+        for number, group in enumerate(members):
+            is_member = any(passage is own for passage in group)
+            if not is_member and own.text not in texts[number]:
+                without.append(number)
         passages = [Passage(texts[at], "", True, "joined")]
         for other in rng.sample(without, 6):
             passages.append(Passage(texts[other], "", False, "joined"))
@@ -112,10 +130,12 @@ def measure(model: Mini, texts: Texts, examples: Sequence[Example]) -> list[Row]
     for start in range(0, len(examples), AT_ONCE):
         batch = Batch()
         for example in examples[start : start + AT_ONCE]:
-            labels = {}
-            for p in example.passages:
-                place = batch.text(Text(p.content(), (p.content(),), p.relevant, {p.group}))
-                labels[place] = labels.get(place, False) or p.relevant
+            labels: dict[int, bool] = {}
+            for passage in example.passages:
+                content = passage.content()
+                text = Text(content, (content,), passage.relevant, {passage.group})
+                place = batch.text(text)
+                labels[place] = labels.get(place, False) or passage.relevant
             batch.queries.append(example.query)
             batch.labels.append(labels)
         output = run(model, texts, batch)
@@ -139,40 +159,42 @@ def ndcg(scores: np.ndarray, relevant: np.ndarray) -> float:
     return float((gains * discounts[: len(gains)]).sum() / ideal)
 
 
-def f1(kept: np.ndarray, relevant: np.ndarray) -> float:
-    """F1 of what is kept; 1 where nothing is relevant and nothing kept."""
-    total = int(kept.sum() + relevant.sum())
-    return 2 * int((kept & relevant).sum()) / total if total else 1.0
+def f1(selected: np.ndarray, relevant: np.ndarray) -> float:
+    """F1 of the selected texts; 1 where nothing is relevant and nothing is selected."""
+    total = int(selected.sum() + relevant.sum())
+    if not total:
+        return 1.0
+    return 2 * int((selected & relevant).sum()) / total
 
 
 def auroc(scores: np.ndarray, relevant: np.ndarray) -> float:
-    """How often a relevant text scores above an irrelevant one, of any query."""
+    """Probability that a relevant text scores above an irrelevant one, of any query."""
     below = np.searchsorted(np.sort(scores[~relevant]), scores[relevant])
     return float(below.mean() / max(1, (~relevant).sum()))
 
 
 def summary(rows: Sequence[Row]) -> dict[str, float]:
     """Ranking with the shift and without it, and selection at zero."""
-    answerable = [row for row in rows if row.relevant.any()]
     scores = np.concatenate([row.scores() for row in rows])
     relevant = np.concatenate([row.relevant for row in rows])
-    figures = {
-        "ndcg": np.mean([100 * ndcg(row.scores(), row.relevant) for row in answerable]),
-        "ndcg similarity": np.mean([100 * ndcg(row.base, row.relevant) for row in answerable]),
-        "auroc": auroc(scores, relevant),
-        "f1": np.mean([100 * f1(row.scores() > 0, row.relevant) for row in rows]),
-        "f1 similarity": np.mean([100 * f1(row.base > 0, row.relevant) for row in rows]),
-        "lost": np.mean([not (row.scores()[row.relevant] > 0).any() for row in answerable]),
-        "kept": np.mean([(row.scores() > 0).sum() for row in rows]),
-    }
-    unanswerable = [row for row in rows if not row.relevant.any()]
-    if unanswerable:
-        figures["answered anyway"] = np.mean([(row.scores() > 0).any() for row in unanswerable])
-    return {name: round(float(value), 3) for name, value in figures.items()}
+    values: dict[str, list[float]] = {name: [] for name in FIGURES}
+    values["auroc"] = [auroc(scores, relevant)]
+    for row in rows:
+        selected = row.scores() > 0
+        values["f1"].append(100 * f1(selected, row.relevant))
+        values["f1 similarity"].append(100 * f1(row.base > 0, row.relevant))
+        values["kept"].append(selected.sum())
+        if row.relevant.any():
+            values["ndcg"].append(100 * ndcg(row.scores(), row.relevant))
+            values["ndcg similarity"].append(100 * ndcg(row.base, row.relevant))
+            values["lost"].append(not selected[row.relevant].any())
+        else:
+            values["answered anyway"].append(selected.any())
+    return {name: round(float(np.mean(numbers)), 3) for name, numbers in values.items() if numbers}
 
 
 def joined_figures(rows: Sequence[Row]) -> dict[str, float]:
-    """How well answers stand apart, and how many are kept at zero."""
+    """How well scores tell answers from other texts, and how many answers are kept at zero."""
     scores = np.concatenate([row.scores() for row in rows])
     relevant = np.concatenate([row.relevant for row in rows])
     return {
