@@ -44,13 +44,13 @@ def reproduce(
 
     `python -m research.reproduce --config local --data dev --model mini`
 
-    A run that was interrupted goes on where it stopped. What cannot be loaded is named, and the
-    others still run.
+    A run that was interrupted goes on where it stopped. The tables name what could not be loaded,
+    and the others still run.
     """
     from .reproduction.config import Reproduction, plan
     from .reproduction.run import reproduce as run
 
-    chosen = Reproduction.load(
+    configuration = Reproduction.load(
         config,
         data=data,
         artifact=model,
@@ -59,11 +59,11 @@ def reproduce(
         queries=queries,
     )
     if dry_run:
-        click.echo(plan(chosen))
+        click.echo(plan(configuration))
         return
 
     outcome = run(
-        chosen,
+        configuration,
         output,
         options=load,
         say=lambda text: click.echo(text, err=True),

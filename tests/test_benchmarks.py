@@ -29,14 +29,10 @@ def test_latency_of_the_large_sizes_runs_end_to_end(size, table, tmp_path, monke
         "float32",
     ]
     latency.main(["--size", size, "--toy", *options, *table, "--json", str(file)])
-    found = json.loads(file.read_text())
-    assert size in found["machine"]
-    assert all(row["seconds"] > 0 for row in found["rows"])
-    systems = (
-        {row["stage"] for row in found["rows"]}
-        if table
-        else {row["system"] for row in found["rows"]}
-    )
+    figures = json.loads(file.read_text())
+    assert size in figures["machine"]
+    assert all(row["seconds"] > 0 for row in figures["rows"])
+    systems = {row["stage" if table else "system"] for row in figures["rows"]}
     assert len(systems) == (4 if table else 7)
 
 

@@ -16,9 +16,8 @@ from ..negatives import Negatives
 from ..recipe import SetPart as NamedSetPart
 
 SHIPPED = Path(__file__).parent / "recipes"
-ARTIFACT = (
-    "artifact"  # stands in a system's name for the artifact that is given on the command line
-)
+ARTIFACT = "artifact"
+"""Stands in a system's name for the artifact of the command line."""
 
 
 class SetPart(NamedSetPart, extra="forbid", frozen=True):
@@ -28,7 +27,7 @@ class SetPart(NamedSetPart, extra="forbid", frozen=True):
 
 
 class SystemPart(LoadSettings):
-    """A system by its name (`systems.KINDS`); its loading options override the command line."""
+    """A system by its name (`systems.KINDS`). Its loading options override the command line."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -45,7 +44,7 @@ class SystemPart(LoadSettings):
         return self.label or self.name
 
     def options(self, defaults: LoadOptions) -> LoadOptions:
-        """How to load it: what is set here, and the rest from the defaults."""
+        """How to load the system: options that are set here, and the rest from the defaults."""
         settings = self.load_options().model_dump(exclude_defaults=True)
         return defaults.model_copy(update=settings)
 
@@ -73,51 +72,51 @@ class Reproduction(BaseModel, extra="forbid", frozen=True):
     ) -> Self:
         """Read a configuration.
 
-        `source`: name of one that ships with the package, or a TOML file. `data`: labelled files,
-        or folders of them, instead of its sets. `artifact`: what its system "artifact" stands for.
-        `systems`: more of them. `negatives`: as of `Negatives.parse`, for all sets but the
-        multi-hop ones by name, which have their own. `queries`: at most so many a set. InputError:
-        there is no such configuration, or it is not valid.
+        Args:
+            source: Name of a configuration of this package, or a TOML file.
+            data: Labelled files or folders of them, instead of the configuration's sets.
+            artifact: What the system "artifact" stands for.
+            systems: Names of more systems.
+            negatives: A text for `Negatives.parse`, for all sets but the multi-hop ones by name,
+                which have their own negatives.
+            queries: The largest number of queries of a set.
+
+        Raises:
+            InputError: There is no such configuration, or the configuration is not valid.
         """
         raw = read_toml(source, SHIPPED, "configuration")
         if data:
             raw["sets"] = [{"file": str(file)} for file in files_in(data)]
         if artifact is not None:
             raw["artifact"] = artifact
-        validated(cls, raw, source, "configuration")  # before it is changed
-        given = (
-            {} if negatives is None else Negatives.parse(negatives).model_dump(exclude_unset=True)
-        )
+        # Errors must name the entries of the file, so validate the file before it is changed.
+        validated(cls, raw, source, "configuration")
+        override = {}
+        if negatives is not None:
+            override = Negatives.parse(negatives).model_dump(exclude_unset=True)
         for part in raw.get("sets", ()):
-            if given:
-                part["negatives"] = part.get("negatives", {}) | given
+            if override:
+                part["negatives"] = part.get("negatives", {}) | override
             if queries is not None:
                 part["queries"] = min(part.get("queries", queries), queries)
-        raw["systems"] = [*raw.get("systems", ()), *({"name": name} for name in systems)]
+        raw["systems"] = [*raw.get("systems", ())]
+        raw["systems"] += [{"name": name} for name in systems]
         return validated(cls, raw, source, "configuration")._checked(source)
 
     def _checked(self, source: str) -> Self:
-        """With the artifact's name in place; InputError for what no run could use."""
+        """The configuration with the artifact's name; InputError for what no run could use."""
         if not self.systems:
             raise InputError(f"{source} names no systems. Add [[systems]].")
         if not self.sets:
             raise InputError(f"{source} names no sets. Pass --data FILE with labelled queries.")
-        systems = tuple(
-            part.model_copy(update={"name": self._named(part.name, source)})
-            for part in self.systems
-        )
-        for system in systems:
-            parse(system.name)
-        for kind, titles in (
-            ("systems", [p.title for p in systems]),
-            ("sets", [p.title for p in self.sets]),
-        ):
-            twice = sorted({title for title in titles if titles.count(title) > 1})
-            if twice:
-                raise InputError(
-                    f"{source} has two {kind} called {twice[0]!r}. Give one of them a label."
-                )
-        return self.model_copy(update={"systems": systems})
+        systems = []
+        for part in self.systems:
+            name = self._named(part.name, source)
+            parse(name)
+            systems.append(part.model_copy(update={"name": name}))
+        _check_titles("systems", [part.title for part in systems], source)
+        _check_titles("sets", [part.title for part in self.sets], source)
+        return self.model_copy(update={"systems": tuple(systems)})
 
     def _named(self, name: str, source: str) -> str:
         prefix, colon, last = name.rpartition(":")
@@ -130,18 +129,30 @@ class Reproduction(BaseModel, extra="forbid", frozen=True):
         return f"{prefix}{colon}{self.artifact}"
 
 
+def _check_titles(kind: str, titles: list[str], source: str) -> None:
+    """Raise InputError if two systems or sets have the same title."""
+    duplicates = sorted({title for title in titles if titles.count(title) > 1})
+    if duplicates:
+        raise InputError(
+            f"{source} has two {kind} called {duplicates[0]!r}. Give one of them a label."
+        )
+
+
 def files_in(places: Iterable[str | Path]) -> list[Path]:
-    """The files, and all ``.jsonl`` and ``.jsonl.gz`` files of folders; InputError without any."""
+    """The files, and all ``.jsonl`` and ``.jsonl.gz`` files of folders.
+
+    Raises:
+        InputError: A folder holds no such file.
+    """
     files: list[Path] = []
     for place in map(Path, places):
-        inside = (
-            [place]
-            if not place.is_dir()
-            else sorted([*place.glob("*.jsonl"), *place.glob("*.jsonl.gz")])
-        )
-        if not inside:
+        if not place.is_dir():
+            files.append(place)
+            continue
+        in_folder = sorted([*place.glob("*.jsonl"), *place.glob("*.jsonl.gz")])
+        if not in_folder:
             raise InputError(f"The folder {place} holds no .jsonl or .jsonl.gz files.")
-        files += inside
+        files += in_folder
     return files
 
 
@@ -152,10 +163,13 @@ def plan(config: Reproduction) -> str:
         f"{config.seed}"
     ]
     for part in config.sets:
-        many = "all queries" if part.queries is None else f"{part.queries} queries"
-        given = part.negatives or Negatives(count=0 if part.file else 15)
+        queries = "all queries" if part.queries is None else f"{part.queries} queries"
+        line = f"  set      {part.title}: {part.file or part.split}, {queries}"
+        negatives = part.negatives or Negatives(count=0 if part.file else 15)
         where = "of the file's documents" if part.file else "where the set has none of its own"
-        kind = f", {given.count} {given.kind} negatives {where}" if given.count else ""
-        lines.append(f"  set      {part.title}: {part.file or part.split}, {many}{kind}")
-    lines += [f"  system   {part.title}: {part.name}" for part in config.systems]
+        if negatives.count:
+            line += f", {negatives.count} {negatives.kind} negatives {where}"
+        lines.append(line)
+    for system in config.systems:
+        lines.append(f"  system   {system.title}: {system.name}")
     return "\n".join(lines)

@@ -1,13 +1,14 @@
 """``python -m research.reproduce``: the paper's tables and figures for any artifact.
 
-System by system and set by set; scores are kept after each, so that a run that was interrupted goes
-on. What cannot be loaded or scored is named with its error, and the others still run.
+The run goes system by system and set by set. It writes scores after each set, so that a run that
+was interrupted goes on. The tables name systems and sets that could not be loaded or scored, with
+their errors, and the others still run.
 """
 
 import gc
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -35,14 +36,17 @@ from .thresholds import write_figures
 
 @dataclass
 class Outcome:
-    """What a run made."""
+    """What a run made.
 
-    measured: list[Measured] = field(
-        default_factory=list
-    )  # scores by set; a set that failed is not among them
-    comparison: Comparison | None = (
-        None  # of the systems that have all sets; None where there is none
-    )
+    Attributes:
+        measured: Scores of each system by set, without sets that failed.
+        comparison: Compares the systems that have all sets; None without such a system.
+        failures: Name of a set or system -> its error.
+        tables: The file with the tables.
+    """
+
+    measured: list[Measured] = field(default_factory=list)
+    comparison: Comparison | None = None
     failures: dict[str, str] = field(default_factory=dict)
     tables: Path | None = None
 
@@ -61,20 +65,28 @@ def reproduce(
 
     Writes ``tables.md``, ``comparison.json`` and ``figures/`` into ``output``.
 
-    `options`: how to load models. `say`: told what is going on, failures included. `watch`: wraps
-    the queries that are being scored, as a progress bar does. Raises InputError if no set could be
-    loaded.
+    Args:
+        config: The configuration.
+        output: Folder for scores, tables and figures.
+        options: How to load models.
+        say: Called with a line of text for each failure.
+        watch: Wraps the queries that are being scored, as a progress bar does.
+
+    Raises:
+        InputError: No set could be loaded.
     """
-    output, options = Path(output), options or LoadOptions()
+    output = Path(output)
+    options = options or LoadOptions()
     output.mkdir(parents=True, exist_ok=True)
     run = _Run(config, output, options, say, watch)
     sets = run.sets()
     for part in config.systems:
         run.measure(part, sets)
-        gc.collect()  # before the next system is loaded
-        torch.cuda.empty_cache()  # does nothing where there is no GPU
+        # Free the memory before the next system is loaded.
+        gc.collect()
+        torch.cuda.empty_cache()
     outcome = run.outcome
-    complete = [found for found in outcome.measured if set(found.scored) == set(sets)]
+    complete = [system for system in outcome.measured if set(system.scored) == set(sets)]
     if complete and sets:
         outcome.comparison = compare(complete, sets)
         text = outcome.comparison.model_dump_json(indent=1)
@@ -100,31 +112,34 @@ class _Run:
         self.say(f"failed: {what}: {error}")
 
     def sets(self) -> dict[str, list[LabelledQuery]]:
-        found = {}
+        sets = {}
         for part in self.config.sets:
             try:
-                found[part.title] = part.load(
+                sets[part.title] = part.load(
                     self.config.seed, options=self.options, titles=self.config.titles
                 )
             except RSRankError as error:
                 self.fail(part.title, error)
-        if self.config.sets and not found:
-            raise InputError(
-                f"None of the sets could be loaded: {'; '.join(self.outcome.failures.values())}"
-            )
-        return found
+        if self.config.sets and not sets:
+            errors = "; ".join(self.outcome.failures.values())
+            raise InputError(f"None of the sets could be loaded: {errors}")
+        return sets
 
     def measure(self, part: SystemPart, sets: dict[str, list[LabelledQuery]]) -> None:
         """Score the sets without scores; load the system only if there is one."""
-        folder = self.output / "scores"
-        files = {label: folder / f"{_digest(part.title, label)[:16]}.json" for label in sets}
-        keys = {label: self._key(part, queries) for label, queries in sets.items()}
+        files = {}
+        keys = {}
         done = {}
-        for label in sets:
+        missing = []
+        for label, queries in sets.items():
+            name = _digest(part.title, label)[:16]
+            files[label] = self.output / "scores" / f"{name}.json"
+            keys[label] = self._key(part, queries)
             stored = _StoredScores.read(files[label], keys[label])
-            if stored is not None:
+            if stored is None:
+                missing.append(label)
+            else:
                 done[label] = stored
-        missing = [label for label in sets if label not in done]
         try:
             options = part.options(self.options)
             if missing:
@@ -143,26 +158,17 @@ class _Run:
             done[label] = _StoredScores(key=keys[label], threshold=system.threshold, scores=scores)
             write_text(files[label], done[label].model_dump_json() + "\n")
         if done:
-            found = {label: done[label].scored(sets[label]) for label in sets if label in done}
-            native = next(iter(done.values())).threshold
-            threshold, origin = (
-                (part.threshold, "given") if part.threshold is not None else (native, "native")
-            )
-            if threshold is None:
-                threshold, origin = (
-                    shared_threshold(list(found.values())),
-                    "the best over all sets; no native one",
-                )
-            self.outcome.measured.append(Measured(part.title, Rule(threshold), origin, found))
+            self.outcome.measured.append(_measured(part, done, sets))
 
     def _key(self, part: SystemPart, queries: Sequence[LabelledQuery]) -> str:
-        """Of everything that scores depend on."""
+        """Hash of everything that scores depend on."""
         texts = [query.model_dump_json() for query in queries]
         options = part.options(self.options)
-        how = [options.dtype, options.quantised, self.config.titles]
-        folder = parse(part.name)[1]  # another artifact in a local folder is another system
+        settings = [options.dtype, options.quantised, self.config.titles]
+        # Another artifact in a local folder is another system.
+        folder = parse(part.name)[1]
         state = _state_of(Path(folder)) if hub.is_folder(folder) else ""
-        return _digest(part.name, str(part.revision), str(how), state, *texts)
+        return _digest(part.name, str(part.revision), str(settings), state, *texts)
 
 
 class _StoredScores(Record):
@@ -186,6 +192,27 @@ class _StoredScores(Record):
         """The scores with the queries' labels."""
         labels = ([document.relevant for document in query.documents] for query in queries)
         return list(map(ScoredQuery, self.scores, labels))
+
+
+def _measured(
+    part: SystemPart,
+    stored: Mapping[str, _StoredScores],
+    sets: Mapping[str, Sequence[LabelledQuery]],
+) -> Measured:
+    """A system with its threshold and its scores of sets, in the order of the sets."""
+    scored = {}
+    for label, queries in sets.items():
+        if label in stored:
+            scored[label] = stored[label].scored(queries)
+    threshold = next(iter(stored.values())).threshold
+    origin = "native"
+    if part.threshold is not None:
+        threshold = part.threshold
+        origin = "given"
+    elif threshold is None:
+        threshold = shared_threshold(list(scored.values()))
+        origin = "the best over all sets; no native one"
+    return Measured(part.title, Rule(threshold), origin, scored)
 
 
 def _digest(*texts: str) -> str:

@@ -24,38 +24,38 @@ def page(
     name: str,
     sets: Sequence[str],
     measured: Sequence[Measured],
-    found: Comparison | None,
+    comparison: Comparison | None,
     failures: Mapping[str, str] | None = None,
 ) -> str:
     """All tables that can be filled, and what failed.
 
-    `measured`: systems, also those that lack a set: they have no average. `found`: of the systems
-    that have all sets.
+    Args:
+        name: Name of the configuration.
+        sets: Names of the sets.
+        measured: All systems. A system that lacks a set has no average.
+        comparison: Compares the systems that have all sets.
+        failures: Name of a set or system -> its error.
     """
-    records = {
-        system.name: {
-            label: _flat(summarise(rows, system.rule)) for label, rows in system.scored.items()
-        }
-        for system in measured
-    }
-    tables = {}
-    rows: dict[str, list[Any]]
-    for metric, title in TITLES.items():
-        rows = {
-            name: [by_set.get(label, {}).get(metric) for label in sets]
-            for name, by_set in records.items()
-        }
-        tables[title] = {
-            name: [*row, None if None in row else fmean(row)] for name, row in rows.items()
-        }
+    tables: dict[str, dict[str, list[Any]]] = {title: {} for title in TITLES.values()}
+    for system in measured:
+        summaries = {}
+        for label, queries in system.scored.items():
+            summaries[label] = _flat(summarise(queries, system.rule))
+        for metric, title in TITLES.items():
+            values: list[Any] = [summaries.get(label, {}).get(metric) for label in sets]
+            average = None if None in values else fmean(values)
+            tables[title][system.name] = [*values, average]
     own_means = {}
     set_means = {}
-    if found is not None:
-        for result in found.systems:
-            by_set = [fmean(own_best(found, label, row)) for label, row in result.sets.items()]
-            own_means[result.name] = fmean(by_set)
-            by_set = [fmean(set_best(found, label, row)) for label, row in result.sets.items()]
-            set_means[result.name] = fmean(by_set)
+    if comparison is not None:
+        for result in comparison.systems:
+            own_f1 = []
+            set_f1 = []
+            for label, in_set in result.sets.items():
+                own_f1.append(fmean(own_best(comparison, label, in_set)))
+                set_f1.append(fmean(set_best(comparison, label, in_set)))
+            own_means[result.name] = fmean(own_f1)
+            set_means[result.name] = fmean(set_f1)
     stabilities = {}
     for system in measured:
         if set(system.scored) == set(sets):
@@ -72,7 +72,7 @@ def page(
         "set_means": set_means,
         "tables": tables,
         "metrics": TITLES,
-        "found": found,
+        "comparison": comparison,
         "failures": failures,
     }
     template = TEMPLATES.get_template("tables.md")
@@ -80,5 +80,5 @@ def page(
 
 
 def _flat(summary: dict[str, Any]) -> dict[str, Any]:
-    """A summary with the measures of the rule in use beside the others."""
+    """A summary that also has the measures of the rule in use."""
     return {**summary, **summary["rules"]["in_use"]}

@@ -82,8 +82,8 @@ def test_rerankers_keep_what_their_rules_say(question, ranker, monkeypatch):
     conditions = answers.selections(["tiny@folder"])
     assert list(conditions["relevant passages"](question)) == [0]
     texts = [document.content() for document in question.documents]
-    kept = ranker.rank(QUERY, texts, max_gap=None, fallback=None).kept
-    assert conditions["tiny, above zero"](question) == [document.index for document in kept]
+    documents = ranker.rank(QUERY, texts, max_gap=None, fallback=None).kept
+    assert conditions["tiny, above zero"](question) == [document.index for document in documents]
 
 
 def test_a_language_model_answers_greedily_from_the_passages(tiny_folder, tmp_path):

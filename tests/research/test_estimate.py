@@ -13,13 +13,13 @@ def recipe_of(*sets):
 
 
 def test_the_papers_recipe_is_estimated_without_its_model_and_its_sets():
-    found = estimate_recipe(recipe_of(SetPart(dataset="hotpotqa", queries=3)))
-    assert (found.queries, found.pairs) == (3, 3 * 43)
+    estimate = estimate_recipe(recipe_of(SetPart(dataset="hotpotqa", queries=3)))
+    assert (estimate.queries, estimate.pairs) == (3, 3 * 43)
     # Qwen3-8B has 8.2 billion weights, 0.6 of them in its unused head.
-    assert found.memory == pytest.approx(2 * 7.57e9, rel=0.01)
+    assert estimate.memory == pytest.approx(2 * 7.57e9, rel=0.01)
     # Of 20 tokens for each of 43 documents and the oracle: 35 layers of 8 * 128 numbers.
-    assert found.disk == 3 * 44 * 20 * 35 * 8 * 128 * 2
-    assert found.hours > 0
+    assert estimate.disk == 3 * 44 * 20 * 35 * 8 * 128 * 2
+    assert estimate.hours > 0
 
 
 def test_a_set_of_unknown_size_is_named():

@@ -163,23 +163,23 @@ def test_qwen3_reranker_scores_as_its_model_card_does_one_pair_at_a_time(folders
 
 
 def test_the_instruction_can_be_chosen(folders, rerankers):
-    chosen = Qwen3Reranker(folders["qwen"], instruction="Find bridges", options=CPU)
+    reranker = Qwen3Reranker(folders["qwen"], instruction="Find bridges", options=CPU)
     expected = qwen_reference(folders["qwen"], QUERY, DOCUMENTS[0], "Find bridges")
-    assert chosen.score(QUERY, DOCUMENTS[:1]) == pytest.approx([expected], abs=1e-5)
-    told = rerankers["qwen"].with_instruction("Find bridges")
-    assert told.score(QUERY, DOCUMENTS[:1]) == pytest.approx([expected], abs=1e-5)
+    assert reranker.score(QUERY, DOCUMENTS[:1]) == pytest.approx([expected], abs=1e-5)
+    other = rerankers["qwen"].with_instruction("Find bridges")
+    assert other.score(QUERY, DOCUMENTS[:1]) == pytest.approx([expected], abs=1e-5)
 
 
 def test_qwen3_reranker_cuts_documents_where_its_model_card_does(folders):
     short = Qwen3Reranker(folders["qwen"], max_length=240, options=CPU)
     task = short.instruction
     result = short.rank(QUERY, [DOCUMENTS[2], LONG], threshold=None)
-    found = {document.index: (document.score, document.truncated) for document in result.kept}
-    assert found[1] == (
+    rows = {document.index: (document.score, document.truncated) for document in result.kept}
+    assert rows[1] == (
         pytest.approx(qwen_reference(folders["qwen"], QUERY, LONG, task, 240), abs=1e-5),
         True,
     )
-    assert found[0] == (
+    assert rows[0] == (
         pytest.approx(qwen_reference(folders["qwen"], QUERY, DOCUMENTS[2], task), abs=1e-5),
         False,
     )
@@ -260,8 +260,8 @@ def test_monot5_reads_the_kind_of_weights_that_castorini_published(folders, rera
     model.config.save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(folders["t5"]).save_pretrained(tmp_path)
     assert not list(tmp_path.glob("*.safetensors"))
-    found = MonoT5(tmp_path, options=CPU).score(QUERY, DOCUMENTS)
-    assert found == pytest.approx(rerankers["t5"].score(QUERY, DOCUMENTS), abs=1e-6)
+    scores = MonoT5(tmp_path, options=CPU).score(QUERY, DOCUMENTS)
+    assert scores == pytest.approx(rerankers["t5"].score(QUERY, DOCUMENTS), abs=1e-6)
 
 
 def test_monot5_reads_a_sentencepiece_model(rerankers, tmp_path):
@@ -280,18 +280,18 @@ def test_monot5_reads_a_sentencepiece_model(rerankers, tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(
         '{"model_max_length": 512, "extra_ids": 4}', encoding="utf-8"
     )
-    found = MonoT5(tmp_path, options=CPU).score(QUERY, DOCUMENTS)
-    assert found == pytest.approx(rerankers["t5"].score(QUERY, DOCUMENTS), abs=1e-6)
+    scores = MonoT5(tmp_path, options=CPU).score(QUERY, DOCUMENTS)
+    assert scores == pytest.approx(rerankers["t5"].score(QUERY, DOCUMENTS), abs=1e-6)
 
 
 def test_the_answer_head_is_two_rows_of_the_output_layer_in_fp32():
     generator = torch.Generator().manual_seed(0)
     whole = torch.nn.Linear(16, 50).to(torch.bfloat16)
     hidden = torch.randn(3, 4, 16, generator=generator).to(torch.bfloat16)
-    found = AnswerHead(whole, [7, 3])(hidden)
+    logits = AnswerHead(whole, [7, 3])(hidden)
     expected = hidden.float() @ whole.weight[[7, 3]].float().T + whole.bias[[7, 3]].float()
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(found, expected)
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits, expected)
 
 
 def test_scores_of_a_bfloat16_model_are_not_rounded_to_bfloat16(folders):

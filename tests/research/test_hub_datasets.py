@@ -172,7 +172,7 @@ def labels_of(query):
     return {document.id: document.relevant for document in query.documents}
 
 
-def refusal(*arguments, **options):
+def error_message(*arguments, **options):
     """The message of the one error that loading ends with."""
     with pytest.raises(InputError) as caught:
         load_named(*arguments, **options)
@@ -224,11 +224,11 @@ def test_paragraphs_of_one_title_keep_apart_and_blank_ones_are_left_out():
 
 def test_hidden_test_labels_are_replaced_by_the_validation_split(publish):
     publish("hotpotqa", hotpotqa(validation=[LIGHT], train=[BREAD]))
-    found = {
+    queries = {
         split: [query.id for query in load_named("hotpotqa", split=split)]
         for split in ("test", "validation", "train")
     }
-    assert found == {"test": ["q-light"], "validation": ["q-light"], "train": ["q-bread"]}
+    assert queries == {"test": ["q-light"], "validation": ["q-light"], "train": ["q-bread"]}
 
 
 def test_supporting_paragraphs_are_relevant_and_unanswerable_questions_are_left_out(publish):
@@ -298,12 +298,12 @@ def test_what_a_query_gets_depends_on_no_other_query_and_on_no_order(publish, hu
 @pytest.mark.parametrize("seed", range(20))
 def test_no_other_document_is_relevant(seed):
     relevant = set(random.Random(seed).sample(range(30), 12))
-    found, every = (
+    irrelevant, every = (
         choose(Negatives(count=count), [("key", "A query", relevant)], 30, list, seed=seed)[0]
         for count in (10, 99)
     )
-    assert len(set(found)) == 10
-    assert not relevant & set(found)
+    assert len(set(irrelevant)) == 10
+    assert not relevant & set(irrelevant)
     assert set(every) == set(range(30)) - relevant
 
 
@@ -339,11 +339,13 @@ WORDS = [
 
 
 def test_hard_negatives_are_what_the_first_stage_ranks_highest_without_the_relevant_ones(publish):
-    asked = [{"_id": "q0", "text": "lamp oil"}]
+    queries = [{"_id": "q0", "text": "lamp oil"}]
     publish(
         "fiqa",
         beir(
-            corpus=WORDS, queries=asked, labels=[{"query-id": "q0", "corpus-id": "w3", "score": 1}]
+            corpus=WORDS,
+            queries=queries,
+            labels=[{"query-id": "q0", "corpus-id": "w3", "score": 1}],
         ),
     )
     (query,) = load_named("fiqa", negatives=Negatives(kind="bm25", count=2))
@@ -392,8 +394,8 @@ def file(tmp_path):
 
 def test_files_and_names_are_read_side_by_side(publish, file):
     publish("fiqa", beir())
-    found = load_sets([file, "fiqa", str(file)])
-    assert found == {"mine": read_labelled(file), "fiqa": load_named("fiqa")}
+    sets = load_sets([file, "fiqa", str(file)])
+    assert sets == {"mine": read_labelled(file), "fiqa": load_named("fiqa")}
     cut = load_sets(["beir:fiqa", file], limit=1)
     assert cut == {"mine": read_labelled(file)[:1], "beir:fiqa": load_named("fiqa", queries=1)}
 
@@ -417,13 +419,13 @@ def test_negatives_of_a_file_come_from_all_of_it_also_where_few_queries_are_take
         ),
     )
     hard = Negatives(kind="bm25", count=1)
-    found = load_sets([file, "fiqa"], limit=1, negatives=hard)
-    assert found["mine"] == replace_negatives(read_labelled(file), hard)[:1]
-    assert {d.text: d.relevant for d in found["mine"][0].documents} == {
+    sets = load_sets([file, "fiqa"], limit=1, negatives=hard)
+    assert sets["mine"] == replace_negatives(read_labelled(file), hard)[:1]
+    assert {d.text: d.relevant for d in sets["mine"][0].documents} == {
         "lamp oil burns": True,
         "lamp posts": False,
     }
-    assert found["fiqa"] == load_named("fiqa", negatives=hard)
+    assert sets["fiqa"] == load_named("fiqa", negatives=hard)
 
 
 # The Hub
@@ -475,12 +477,12 @@ def test_without_datasets_the_pip_command_is_named(monkeypatch):
     ],
 )
 def test_arguments_that_cannot_be_used_are_refused_without_asking_the_hub(arguments, message, hub):
-    assert message in refusal(**arguments)
+    assert message in error_message(**arguments)
     assert hub.log == []
 
 
 def test_a_repository_that_is_gone_is_named_with_what_to_do(hub):
-    message = refusal("musique")
+    message = error_message("musique")
     assert "dgslibisey/MuSiQue (config 'default', split 'validation', revision" in message
     assert "could not be loaded from the Hub: DatasetNotFoundError" in message
     assert "Connect once to download it" in message
@@ -494,7 +496,7 @@ def test_a_missing_column_of_a_multihop_set_is_named(column, publish):
         for n, x in row.items()
     }
     publish("hotpotqa", hotpotqa(validation=[row], train=[row]))
-    message = refusal("hotpotqa")
+    message = error_message("hotpotqa")
     assert "hotpotqa/hotpot_qa" in message
     assert f"no column {column!r}, which hotpotqa needs" in message
 
@@ -508,13 +510,13 @@ def test_a_missing_column_of_a_retrieval_set_is_named(part, column, publish):
     publish("fiqa", beir(**{part: [{k: v for k, v in row.items() if k != column} for row in rows]}))
     assert (
         f"mteb/fiqa at revision '{_SOURCES['fiqa'].revision}' has no column {column!r}"
-        in refusal("fiqa")
+        in error_message("fiqa")
     )
 
 
 def test_a_split_without_labels_is_an_error(publish):
     publish("fiqa", beir(labels=LABELS[5:7]))
-    assert "mteb/fiqa has no labelled queries in 'test'" in refusal("fiqa")
+    assert "mteb/fiqa has no labelled queries in 'test'" in error_message("fiqa")
 
 
 def test_the_command_writes_a_file_with_negatives_from_the_whole_file(tmp_path):

@@ -146,7 +146,7 @@ def test_similarity_is_that_of_the_best_window(recipe):
     own = torch.nn.functional.normalize(torch.randn(3, heads * dim, generator=generator), dim=1)
     embedded = torch.nn.functional.normalize(torch.randn(1, 5, generator=generator), dim=1)
     queries = argparse.Namespace(values=own, mean=torch.full((1, 3), 1 / 3), embedded=embedded)
-    (found,) = recipe.scores.similarity(model, queries, hidden, valid, values)
+    (similarities,) = recipe.scores.similarity(model, queries, hidden, valid, values)
     for text, length in enumerate(lengths):
         vectors = values[text].transpose(0, 1).flatten(1)
         cosines = torch.cosine_similarity(own[:, None], vectors[None], dim=-1)
@@ -160,7 +160,7 @@ def test_similarity_is_that_of_the_best_window(recipe):
             near = torch.cosine_similarity(mean, embedded[0], dim=0)
             inside = slice(max(start, 1), min(stop, length - 1)) if length > 2 else slice(0, 2)
             sums.append(2 * near + 3 * cosines[:, inside].amax(1).mean())
-        assert float(found[text]) == pytest.approx(float(max(sums)) - 1, abs=1e-5)
+        assert float(similarities[text]) == pytest.approx(float(max(sums)) - 1, abs=1e-5)
 
 
 def test_a_text_s_tokens_see_the_first_one_and_their_neighbours_only(recipe):
@@ -269,8 +269,8 @@ def test_a_run_that_was_killed_ends_where_an_unbroken_one_does(trainer, tmp_path
     resumed.load(tmp_path / "checkpoint.pt")
     resumed.update()
     pairs = zip(unbroken.model.parameters(), resumed.model.parameters(), strict=True)
-    for expected, found in pairs:
-        assert torch.equal(expected, found)
+    for expected, tensor in pairs:
+        assert torch.equal(expected, tensor)
 
 
 @pytest.mark.slow

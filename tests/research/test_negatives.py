@@ -54,7 +54,7 @@ def read(rows):
     return [TEXTS[row] for row in rows]
 
 
-def chosen(negatives, queries=QUERIES, seed=0):
+def irrelevant_rows(negatives, queries=QUERIES, seed=0):
     return choose(negatives, queries, len(TEXTS), read, seed=seed)
 
 
@@ -84,8 +84,8 @@ def best_of(scores, relevant, count):
 
 
 def test_bm25_negatives_are_those_of_scoring_every_document():
-    found = chosen(Negatives(kind="bm25", count=6))
-    for (_, text, relevant), rows in zip(QUERIES, found, strict=True):
+    rows_of_queries = irrelevant_rows(Negatives(kind="bm25", count=6))
+    for (_, text, relevant), rows in zip(QUERIES, rows_of_queries, strict=True):
         slow = slow_bm25(text)
         assert [slow[row] for row in rows] == pytest.approx(
             [slow[row] for row in best_of(slow, relevant, 6)], rel=1e-5
@@ -95,7 +95,7 @@ def test_bm25_negatives_are_those_of_scoring_every_document():
 
 
 def test_dense_negatives_are_those_of_scoring_every_document(encoder):
-    found = choose(
+    rows_of_queries = choose(
         Negatives(kind="dense", count=6, encoder=str(encoder)),
         QUERIES,
         len(TEXTS),
@@ -103,7 +103,7 @@ def test_dense_negatives_are_those_of_scoring_every_document(encoder):
         options=LoadOptions(device="cpu"),
     )
     ranker = BiEncoder(str(encoder), options=LoadOptions(device="cpu"))
-    for (_, text, relevant), rows in zip(QUERIES, found, strict=True):
+    for (_, text, relevant), rows in zip(QUERIES, rows_of_queries, strict=True):
         cosines = ranker.score(text, TEXTS)
         assert [cosines[row] for row in rows] == pytest.approx(
             [cosines[row] for row in best_of(cosines, relevant, 6)], abs=1e-5
@@ -121,24 +121,24 @@ def test_one_index_scores_queries_as_one_index_a_query_does():
 
 
 def test_without_a_common_word_negatives_are_random():
-    (rows,) = chosen(Negatives(kind="bm25", count=5), [("z", "zebra", {4})])
-    assert rows == chosen(Negatives(count=5), [("z", "zebra", {4})])[0]
-    assert rows != chosen(Negatives(count=5), [("z", "zebra", {4})], seed=1)[0]
+    (rows,) = irrelevant_rows(Negatives(kind="bm25", count=5), [("z", "zebra", {4})])
+    assert rows == irrelevant_rows(Negatives(count=5), [("z", "zebra", {4})])[0]
+    assert rows != irrelevant_rows(Negatives(count=5), [("z", "zebra", {4})], seed=1)[0]
 
 
 @pytest.mark.parametrize("kind", ["random", "bm25"])
 def test_a_part_of_the_corpus_gives_all_negatives(kind):
     part = set(random.Random("corpus:0").sample(range(len(TEXTS)), 20))
     for (_, _, relevant), rows in zip(
-        QUERIES, chosen(Negatives(kind=kind, count=30, corpus=20)), strict=True
+        QUERIES, irrelevant_rows(Negatives(kind=kind, count=30, corpus=20)), strict=True
     ):
         assert set(rows) == part - relevant
 
 
 def test_what_a_query_gets_depends_on_no_other_query():
     for kind in ("random", "bm25"):
-        alone = [chosen(Negatives(kind=kind, count=5), [query])[0] for query in QUERIES]
-        assert chosen(Negatives(kind=kind, count=5)) == alone
+        alone = [irrelevant_rows(Negatives(kind=kind, count=5), [query])[0] for query in QUERIES]
+        assert irrelevant_rows(Negatives(kind=kind, count=5)) == alone
 
 
 def query(key, text, *documents):

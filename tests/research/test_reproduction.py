@@ -72,8 +72,8 @@ def written(tmp_path, text):
 
 
 def test_the_papers_configuration_is_its_protocol():
-    found = Reproduction.load("paper", artifact="mini")
-    assert [(part.title, part.queries, part.granularity) for part in found.sets] == [
+    configuration = Reproduction.load("paper", artifact="mini")
+    assert [(part.title, part.queries, part.granularity) for part in configuration.sets] == [
         ("2wiki", 500, "sentence"),
         ("hotpotqa", 500, "sentence"),
         ("musique", 500, None),
@@ -81,14 +81,14 @@ def test_the_papers_configuration_is_its_protocol():
         ("fever", 500, None),
         ("nfcorpus", 500, None),
     ]
-    assert [part.name for part in found.systems] == [
+    assert [part.name for part in configuration.systems] == [
         "monot5:base",
         "monot5:3b",
         "qwen3-reranker:8b",
         "mini",
     ]
-    assert {part.split for part in found.sets} == {"test"}
-    text = plan(found)
+    assert {part.split for part in configuration.sets} == {"test"}
+    text = plan(configuration)
     assert "15 random negatives" in text
     assert "15 bm25 negatives" in plan(
         Reproduction.load("paper", artifact="mini", negatives="bm25")
@@ -151,8 +151,8 @@ def test_the_artifact_stands_inside_other_names_too(tmp_path):
         'name = "x"\nsets = [{name = "fiqa"}]\n'
         'systems = [{name = "cross-encoder:artifact"}, {name = "artifact"}]'
     )
-    found = Reproduction.load(written(tmp_path, text), artifact="mini", systems=["bm25"])
-    assert [part.name for part in found.systems] == ["cross-encoder:mini", "mini", "bm25"]
+    configuration = Reproduction.load(written(tmp_path, text), artifact="mini", systems=["bm25"])
+    assert [part.name for part in configuration.systems] == ["cross-encoder:mini", "mini", "bm25"]
 
 
 # Runs
@@ -202,7 +202,7 @@ def test_a_run_goes_on_where_it_was_interrupted_and_scores_nothing_twice(
 
 
 def test_what_cannot_be_loaded_is_named_and_the_others_still_run(data, tmp_path):
-    said = []
+    lines = []
     config = small(data)
     missing = config.sets[0].model_copy(update={"file": str(tmp_path / "gone.jsonl")})
     broken = config.systems[0].model_copy(
@@ -211,10 +211,10 @@ def test_what_cannot_be_loaded_is_named_and_the_others_still_run(data, tmp_path)
     config = config.model_copy(
         update={"sets": (missing, config.sets[1]), "systems": (broken, config.systems[1])}
     )
-    outcome = reproduce(config, tmp_path / "out", options=CPU, say=said.append)
+    outcome = reproduce(config, tmp_path / "out", options=CPU, say=lines.append)
     assert set(outcome.failures) == {"gone", "broken"}
-    assert all(line.startswith("failed: ") for line in said)
-    assert [found.name for found in outcome.measured] == ["bm25"]
+    assert all(line.startswith("failed: ") for line in lines)
+    assert [system.name for system in outcome.measured] == ["bm25"]
     text = outcome.tables.read_text(encoding="utf-8")
     assert "## What failed" in text
     assert "no-such-model" in text
@@ -294,11 +294,11 @@ def test_the_gap_table_holds_the_papers_columns():
         ScoredQuery([rng.random() for _ in q.documents], [d.relevant for d in q.documents])
         for q in sets["a"]
     ]
-    found = compare([Measured("x", Rule(0.5), "given", {"a": scored})], sets)
-    result = found.systems[0].sets["a"]
-    own = 100 * statistics.fmean(own_best(found, "a", result))
-    best = 100 * statistics.fmean(set_best(found, "a", result))
-    assert f"| a | 4 | {own:.1f} | {best:.1f} |" in page("tiny", ["a"], [], found)
+    comparison = compare([Measured("x", Rule(0.5), "given", {"a": scored})], sets)
+    result = comparison.systems[0].sets["a"]
+    own = 100 * statistics.fmean(own_best(comparison, "a", result))
+    best = 100 * statistics.fmean(set_best(comparison, "a", result))
+    assert f"| a | 4 | {own:.1f} | {best:.1f} |" in page("tiny", ["a"], [], comparison)
 
 
 def test_differences_are_those_of_the_means_and_bold_where_zero_is_outside_of_the_interval():

@@ -45,16 +45,16 @@ def test_figures_are_shares_and_means_over_typed_and_other_sets():
         "fiqa": [ScoredQuery([-1.0, -2.0], [True, True])],
         "fever.sentence": [ScoredQuery([1.0, 2.0], [True, True])],
     }
-    found = rules.compared(sets, [Rule(0.0)])["zero"]
-    assert found["typed"] == {
+    figures = rules.compared(sets, [Rule(0.0)])["zero"]
+    assert figures["typed"] == {
         "lost": 0.0,
         "kept": 1.0,
         "recall": 1.0,
         "f1": 0.5,
         "called_relevant": 1.0,
     }
-    assert (found["public"]["lost"], found["public"]["kept"]) == (0.5, 1.0)
-    assert found["public"]["called_relevant"] is None
+    assert (figures["public"]["lost"], figures["public"]["kept"]) == (0.5, 1.0)
+    assert figures["public"]["called_relevant"] is None
 
 
 def test_every_rule_has_a_row_in_the_tables(monkeypatch):
@@ -65,12 +65,12 @@ def test_every_rule_has_a_row_in_the_tables(monkeypatch):
         part: {name: scored_lists(36, seed) for seed, name in enumerate(names, start)}
         for part, start in (("validation", 0), ("dev", 2))
     }
-    found = rules.measure(own, own["dev"])
-    lines = rules.table(found).splitlines()
+    figures = rules.measure(own, own["dev"])
+    lines = rules.table(figures).splitlines()
     # Two calibrations, and the cosine's rule.
-    assert len(lines) == 2 + len(found["dev"]) + 3
+    assert len(lines) == 2 + len(figures["dev"]) + 3
     assert str(rules.DEFAULT) in lines[2]
-    assert rules.tuned_table(found).splitlines()[-1].startswith("| 20 | 2 | ")
+    assert rules.tuned_table(figures).splitlines()[-1].startswith("| 20 | 2 | ")
 
 
 def test_a_calibration_ranks_by_what_it_learned():

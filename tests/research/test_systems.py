@@ -60,11 +60,11 @@ class Constant(Reranker):
         return [0.3, 0.6, -0.1][: len(documents)]
 
 
-@pytest.mark.parametrize(("native", "kept"), [(0.0, [1, 0]), (0.5, [1]), (None, [1, 0, 2])])
-def test_ranking_uses_the_rerankers_own_threshold_unless_another_is_given(native, kept):
+@pytest.mark.parametrize(("native", "indices"), [(0.0, [1, 0]), (0.5, [1]), (None, [1, 0, 2])])
+def test_ranking_uses_the_rerankers_own_threshold_unless_another_is_given(native, indices):
     reranker = type("Own", (Constant,), {"threshold": native})()
     result = reranker.rank("q", ["a", "b", "c"])
-    assert ([document.index for document in result.kept], result.threshold) == (kept, native)
+    assert ([document.index for document in result.kept], result.threshold) == (indices, native)
     assert [
         document.index for document in reranker.rank("q", ["a", "b", "c"], threshold=0.4).kept
     ] == [1]
@@ -110,12 +110,12 @@ def cross_encoder_reference(folder, query, document):
 
 def test_a_cross_encoder_scores_as_one_pair_at_a_time(tmp_path):
     folder = save_cross_encoder(tmp_path)
-    found = CrossEncoder(str(folder), threshold=0.0, options=CPU)
+    reranker = CrossEncoder(str(folder), threshold=0.0, options=CPU)
     expected = [cross_encoder_reference(folder, QUERY, text) for text in TEXTS]
     assert max(expected) - min(expected) > 0.01
-    assert found.score(QUERY, TEXTS) == pytest.approx(expected, abs=1e-5)
-    assert found.score(QUERY, TEXTS[::-1])[::-1] == pytest.approx(expected, abs=1e-5)
-    assert found.score(QUERY, []) == []
+    assert reranker.score(QUERY, TEXTS) == pytest.approx(expected, abs=1e-5)
+    assert reranker.score(QUERY, TEXTS[::-1])[::-1] == pytest.approx(expected, abs=1e-5)
+    assert reranker.score(QUERY, []) == []
 
 
 def test_a_logit_of_zero_is_a_probability_of_one_half(tmp_path):
@@ -124,9 +124,9 @@ def test_a_logit_of_zero_is_a_probability_of_one_half(tmp_path):
     probabilities = [
         torch.tensor(score).sigmoid().item() for score in calibrated.score(QUERY, TEXTS)
     ]
-    kept = {document.index for document in calibrated.rank(QUERY, TEXTS).kept}
+    indices = {document.index for document in calibrated.rank(QUERY, TEXTS).kept}
     assert calibrated.threshold == 0.0
-    assert kept == {i for i, probability in enumerate(probabilities) if probability > 0.5}
+    assert indices == {i for i, probability in enumerate(probabilities) if probability > 0.5}
     assert CrossEncoder(str(folder), options=CPU).threshold is None
 
 
@@ -280,10 +280,10 @@ def test_oracle_similarity_equals_a_slow_computation_from_the_definition(
     bare = [document.model_copy(update={"title": None}) for document in query.documents]
     query = query.model_copy(update={"documents": tuple(bare)})
     options = FeaturePart(dtype="bfloat16")
-    found = oracle_scores(FeatureExtractor(ranker.reader, options).extract(query))
-    assert found == pytest.approx(expected, abs=5e-3)  # shifts are kept in bfloat16
+    scores = oracle_scores(FeatureExtractor(ranker.reader, options).extract(query))
+    assert scores == pytest.approx(expected, abs=5e-3)  # shifts are kept in bfloat16
     if len(relevant) == 1:
-        assert found[relevant[0]] == max(found)
+        assert scores[relevant[0]] == max(scores)
 
 
 def test_oracle_scores_of_features_by_hand():
@@ -358,7 +358,7 @@ def test_hub_ids_of_every_kind_are_loaded_from_the_hub(tmp_path, own_code):
             dtype="float32",
             cache_dir=tmp_path / "cache",
         )
-        found = {
+        systems = {
             text: load_system(text, options=options)
             for text in (
                 "qwen3-reranker:0.6b",
@@ -367,8 +367,8 @@ def test_hub_ids_of_every_kind_are_loaded_from_the_hub(tmp_path, own_code):
                 "jina-reranker-v2",
             )
         }
-    assert [system.threshold for system in found.values()] == [0.5, 0.5, 0.0, 0.0]
-    for system in found.values():
+    assert [system.threshold for system in systems.values()] == [0.5, 0.5, 0.0, 0.0]
+    for system in systems.values():
         assert len(set(system.score(QUERY, DOCUMENTS))) > 1
 
 
@@ -421,8 +421,8 @@ def test_the_help_lists_every_system():
         encoding="utf-8",
     ).stdout
     # Lines may end after a hyphen.
-    said = "".join(output.split())
-    assert [name for name in KINDS if name not in said] == []
+    output_text = "".join(output.split())
+    assert [name for name in KINDS if name not in output_text] == []
 
 
 def test_without_sentence_transformers_the_error_says_what_to_install(monkeypatch):

@@ -61,24 +61,24 @@ def test_bias_and_variance_equal_the_fractions_by_hand():
         "a": [ScoredQuery([-2.0, 2.0, 4.0], [False, False, True])],
         "b": [ScoredQuery([8.0, 6.0, 4.0], [True, True, False])],
     }
-    found = threshold_stability(sets, threshold=3.5)
-    assert found.ranges == {"a": (0.0, pytest.approx(0.6)), "b": (pytest.approx(0.6), 1.0)}
-    assert found.natural == pytest.approx(0.55)
-    assert found.best == {"a": pytest.approx(0.5), "b": pytest.approx(0.7)}
-    assert found.bias == pytest.approx(
+    stability = threshold_stability(sets, threshold=3.5)
+    assert stability.ranges == {"a": (0.0, pytest.approx(0.6)), "b": (pytest.approx(0.6), 1.0)}
+    assert stability.natural == pytest.approx(0.55)
+    assert stability.best == {"a": pytest.approx(0.5), "b": pytest.approx(0.7)}
+    assert stability.bias == pytest.approx(
         (0.05 + 0.15) / 2
     )  # one too high, one too low: they do not cancel
-    assert found.variance == pytest.approx(0.1**2)
+    assert stability.variance == pytest.approx(0.1**2)
 
 
 def test_a_blank_document_does_not_stretch_the_range_of_the_scores():
     queries = [ScoredQuery([-2.0, 2.0, 4.0], [False, False, True])]
     with_blank = [*queries, ScoredQuery([4.0, BLANK_SCORE], [True, False])]
-    found, expected = (
+    stability, expected = (
         threshold_stability({"a": with_blank}, 3.5),
         threshold_stability({"a": queries}, 3.5),
     )
-    assert (found.ranges, found.natural, found.best) == (
+    assert (stability.ranges, stability.natural, stability.best) == (
         expected.ranges,
         expected.natural,
         expected.best,
@@ -109,8 +109,8 @@ def test_stability_does_not_depend_on_the_scale_and_origin_of_the_scores(sets, s
 
 
 def test_sets_with_one_score_for_everything_have_finite_stability():
-    found = threshold_stability({"a": [ScoredQuery([2.0, 2.0], [True, False])]}, threshold=2.0)
-    assert (found.bias, found.variance) == (pytest.approx(0.0, abs=0.0011), 0.0)
+    stability = threshold_stability({"a": [ScoredQuery([2.0, 2.0], [True, False])]}, threshold=2.0)
+    assert (stability.bias, stability.variance) == (pytest.approx(0.0, abs=0.0011), 0.0)
 
 
 def comparison_of(queries):
@@ -151,12 +151,12 @@ def test_the_paired_t_test_equals_the_textbook_formula():
     first, second = [0.9, 0.8, 0.7, 1.0], [0.5, 0.7, 0.7, 0.6]
     differences = np.subtract(first, second)
     t = differences.mean() / (differences.std(ddof=1) / math.sqrt(4))
-    found = paired_t_test(first, second)
-    assert found.difference == pytest.approx(differences.mean())
-    assert found.t == pytest.approx(t)
+    result = paired_t_test(first, second)
+    assert result.difference == pytest.approx(differences.mean())
+    assert result.t == pytest.approx(t)
     # Student's t with 3 degrees of freedom has a closed form.
     x = t / math.sqrt(3)
-    assert found.p == pytest.approx(2 * (0.5 - (x / (1 + x * x) + math.atan(x)) / math.pi))
+    assert result.p == pytest.approx(2 * (0.5 - (x / (1 + x * x) + math.atan(x)) / math.pi))
 
 
 @pytest.mark.filterwarnings("error")
@@ -170,8 +170,8 @@ def test_the_paired_t_test_equals_the_textbook_formula():
     ],
 )
 def test_the_paired_t_test_of_pairs_without_variance_is_no_nan(first, second, t, p):
-    found = paired_t_test(first, second)
-    assert (found.t, found.p) == (t, p)
+    result = paired_t_test(first, second)
+    assert (result.t, result.p) == (t, p)
 
 
 def test_score_ranges_show_each_sets_range_and_best_threshold():
