@@ -1,4 +1,4 @@
-"""Does the answer get better? A language model reads what a pipeline keeps, and answers.
+"""Let a language model answer from the passages that a pipeline keeps, and measure the answers.
 
 `python -m research.answers --help`. The questions are those of HotpotQA, 2Wiki and MuSiQue whose
 gold answers are known. Every answer is a line of a file, so that a run goes on where it stopped.
@@ -121,11 +121,11 @@ def selections(systems: Iterable[str]) -> dict[str, Select]:
         name, _, folder = text.partition("@")
         ranker = load(ModelSource(name=name, backbone=folder or None))
         if ranker.threshold is None:
-            conditions[f"{name}, best 3"] = _kept_by(ranker, threshold=None, top_n=3)
-            conditions[f"{name}, best 5"] = _kept_by(ranker, threshold=None, top_n=5)
+            conditions[f"{name}, best 3"] = _by_rule(ranker, threshold=None, top_n=3)
+            conditions[f"{name}, best 5"] = _by_rule(ranker, threshold=None, top_n=5)
         else:
-            conditions[f"{name}, above zero"] = _kept_by(ranker, max_gap=None, fallback=None)
-            conditions[f"{name}, default rule"] = _kept_by(ranker)
+            conditions[f"{name}, above zero"] = _by_rule(ranker, max_gap=None, fallback=None)
+            conditions[f"{name}, default rule"] = _by_rule(ranker)
     return conditions
 
 
@@ -133,7 +133,7 @@ def _relevant(query: LabelledQuery) -> list[int]:
     return [place for place, document in enumerate(query.documents) if document.relevant]
 
 
-def _kept_by(ranker: Reranker, **limits: object) -> Select:
+def _by_rule(ranker: Reranker, **limits: object) -> Select:
     def select(query: LabelledQuery) -> list[int]:
         texts = [document.content() for document in query.documents]
         result = ranker.rank(query.query, texts, **limits)  # type: ignore[arg-type]
@@ -263,12 +263,12 @@ def figures_of(model: str, answers: Sequence[Answer], gold: Sequence[GoldAnswers
     questions: dict[tuple[str, str], dict[str, Answer]] = {}
     for answer in answers:
         questions.setdefault((answer.set, answer.id), {})[answer.condition] = answer
-    complete = {
-        key: by_condition
-        for key, by_condition in questions.items()
-        if len(by_condition) == len(conditions)
-    }
-    counts = Counter(name for name, _ in complete)
+    complete = {}
+    counts: dict[str, int] = {}
+    for key, by_condition in questions.items():
+        if len(by_condition) == len(conditions):
+            complete[key] = by_condition
+            counts[key[0]] = counts.get(key[0], 0) + 1
     figures = {}
     for condition in conditions:
         rows: dict[str, list[list[float]]] = {name: [] for name in counts}
@@ -286,9 +286,13 @@ def figures_of(model: str, answers: Sequence[Answer], gold: Sequence[GoldAnswers
                 answer.reading_seconds,
             ]
             rows[key[0]].append(row)
-        columns = {name: list(zip(*values, strict=True)) for name, values in rows.items()}
-        by_column = list(zip(*columns.values(), strict=True))
-        means = [estimate_mean(*column) for column in by_column]
+        # Each set's columns: exact match, token F1, and so on.
+        columns = {}
+        sets = {}
+        for name, values in rows.items():
+            columns[name] = list(zip(*values, strict=True))
+            sets[name] = (estimate_mean(columns[name][0]), estimate_mean(columns[name][1]))
+        means = [estimate_mean(*column) for column in zip(*columns.values(), strict=True)]
         figures[condition] = ConditionFigures(
             exact=means[0],
             f1=means[1],
@@ -298,12 +302,9 @@ def figures_of(model: str, answers: Sequence[Answer], gold: Sequence[GoldAnswers
             tokens=means[5].mean,
             ranking_seconds=means[6].mean,
             reading_seconds=means[7].mean,
-            sets={
-                name: (estimate_mean(column[0]), estimate_mean(column[1]))
-                for name, column in columns.items()
-            },
+            sets=sets,
         )
-    return AnswerFigures(model=model, questions=dict(counts), conditions=figures)
+    return AnswerFigures(model=model, questions=counts, conditions=figures)
 
 
 def table(figures: AnswerFigures) -> str:

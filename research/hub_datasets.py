@@ -1,7 +1,7 @@
 """The paper's six sets (Section 5.2) and those of BEIR by name, from the Hugging Face Hub.
 
-Each of the six is read at a fixed commit of a repository that holds plain data files, so the same
-call gives the same queries. Other sets of BEIR are read at a commit of your choice.
+Each of the six sets is read at a fixed commit of a repository that holds plain data files, so the
+same call gives the same queries. Other sets of BEIR are read at a commit of your choice.
 ``python -m research.hub_datasets --help`` writes a set to a file for ``rsrank evaluate``.
 """
 
@@ -43,8 +43,9 @@ class _Source:
     @property
     def splits(self) -> Mapping[str, str]:
         """Its names of the three splits. Test labels of the multi-hop sets are not public."""
-        names = {"train": "train", "validation": "validation", "test": "validation"}
-        return {**names, "validation": "dev", "test": "test"} if self.layout == "beir" else names
+        if self.layout == "beir":
+            return {"train": "train", "validation": "dev", "test": "test"}
+        return {"train": "train", "validation": "validation", "test": "validation"}
 
     def table(self, config: str | None, split: str) -> Any:
         """A `datasets.Dataset`: Arrow files, mapped into memory."""
@@ -64,7 +65,6 @@ class _Source:
             ) from error
 
 
-_BEIR_TABLES = (("queries", "queries"), ("corpus", "corpus"))
 _SOURCES: Mapping[str, _Source] = {
     "2wiki": _Source(
         "hotpotqa", "framolfese/2WikiMultihopQA", None, "fe713bfbd1afbca1a65246741a75890405d56a3a"
@@ -112,7 +112,8 @@ def load_sets(
     named = [place for place in texts if not Path(place).is_file() and _source(place) is not None]
     sets = read_sets(place for place in texts if place not in named)
     for name, queries in sets.items():
-        if negatives is not None:  # before the cut: the corpus is the whole file's
+        if negatives is not None:
+            # The corpus is that of the whole file, so draw before the limit cuts the queries.
             queries = replace_negatives(queries, negatives, titles=titles, options=options)
         sets[name] = queries[:limit]
     for name in named:
@@ -123,10 +124,15 @@ def load_sets(
 
 
 def _source(name: str) -> _Source | None:
+    """The source of a set by name; None for an unknown name."""
     match = _BEIR_NAME.fullmatch(name)
-    source = _Source("beir", f"mteb/{match[1]}", "default", None) if match else _SOURCES.get(name)
-    pinned = {source.repository: source for source in _SOURCES.values()}
-    return source and pinned.get(source.repository, source)
+    if match is None:
+        return _SOURCES.get(name)
+    repository = f"mteb/{match[1]}"
+    for source in _SOURCES.values():
+        if source.repository == repository:
+            return source
+    return _Source("beir", repository, "default", None)
 
 
 def load_named(
@@ -175,11 +181,10 @@ def load_named(
         raise InputError(
             f"There is no split {split!r} of {name}. Choose one of: {', '.join(source.splits)}."
         )
-    if granularity not in (
-        None,
-        "paragraph",
-        *(["sentence"] if source.layout == "hotpotqa" else []),
-    ):
+    granularities = [None, "paragraph"]
+    if source.layout == "hotpotqa":
+        granularities.append("sentence")
+    if granularity not in granularities:
         raise InputError(f"{name} cannot be had with granularity {granularity!r}. Leave it out.")
     for what, number, least in (("negatives", negatives, 0), ("queries", queries, 1)):
         if isinstance(number, int) and number < least:
@@ -189,12 +194,12 @@ def load_named(
     try:
         if source.layout == "beir":
             tables = [
-                source.table(c, s)
-                for c, s in ((source.config, source.splits[split]), *_BEIR_TABLES)
+                source.table(source.config, source.splits[split]),
+                source.table("queries", "queries"),
+                source.table("corpus", "corpus"),
             ]
-            loaded = _from_beir(
-                tables, draw, partial(choose, drawn, seed=seed, options=options), seed
-            )
+            choose_negatives = partial(choose, drawn, seed=seed, options=options)
+            loaded = _from_beir(tables, draw, choose_negatives, seed)
         else:
             loaded = _from_multihop(
                 source.table(source.config, source.splits[split]), source.layout, granularity, draw
@@ -267,16 +272,16 @@ def _from_hotpotqa(row: Mapping[str, Any], granularity: Granularity) -> Labelled
 
 
 def _from_musique(row: Mapping[str, Any]) -> LabelledQuery:
-    documents = tuple(
-        LabelledDocument(
-            id=str(p["idx"]),
-            title=p["title"],
-            text=p["paragraph_text"],
-            relevant=p["is_supporting"],
+    documents = []
+    for paragraph in row["paragraphs"]:
+        document = LabelledDocument(
+            id=str(paragraph["idx"]),
+            title=paragraph["title"],
+            text=paragraph["paragraph_text"],
+            relevant=paragraph["is_supporting"],
         )
-        for p in row["paragraphs"]
-    )
-    return LabelledQuery(id=str(row["id"]), query=row["question"], documents=documents)
+        documents.append(document)
+    return LabelledQuery(id=str(row["id"]), query=row["question"], documents=tuple(documents))
 
 
 def _from_beir(
@@ -323,7 +328,7 @@ def _document(row: Mapping[str, Any], *, relevant: bool = False) -> LabelledDocu
 
 
 def _rows(ids: Any, wanted: Collection[str]) -> dict[str, int]:
-    """Row number of each wanted id that is there; Arrow searches the column of perhaps millions."""
+    """Row number of each wanted id that the column has. Arrow searches: there may be millions."""
     import pyarrow as pa
     import pyarrow.compute as pc
 

@@ -1,13 +1,12 @@
 """Irrelevant candidates for a query: random ones, as in the paper, or hard ones.
 
-The paper's Limitations ask for hard ones. A first stage, BM25 or a bi-encoder, ranks them highest
-in the corpus, and nobody has labelled them relevant. Some may be relevant all the same: labels of
-large corpora are never complete.
+The paper's Limitations ask for hard candidates. A first stage, BM25 or a bi-encoder, ranks hard
+candidates highest in the corpus, and nobody has labelled them relevant. Some may be relevant all
+the same: labels of large corpora are never complete.
 """
 
 import random
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from functools import partial
 from typing import Literal, get_args
 
 import numpy as np
@@ -24,14 +23,19 @@ Kind = Literal["random", "bm25", "dense"]
 
 
 class Negatives(BaseModel, extra="forbid", frozen=True):
-    """How irrelevant documents are drawn: at random, or the best of BM25 or of a bi-encoder."""
+    """How irrelevant documents are drawn: at random, or the best of BM25 or of a bi-encoder.
+
+    Attributes:
+        kind: The first stage, or "random".
+        count: Documents for each query; all documents if the corpus is smaller.
+        encoder: Hub id or folder of the bi-encoder, for "dense".
+        corpus: Number of documents of the corpus, at random, that candidates are drawn from; None
+            for all.
+    """
 
     kind: Kind = "random"
-    # Documents for each query; all documents if the corpus is smaller.
     count: int = Field(default=15, ge=0)
-    # For "dense", by Hub id or folder.
     encoder: str = "sentence-transformers/all-MiniLM-L6-v2"
-    # Draw from so many documents of the corpus, at random; None for all.
     corpus: int | None = Field(default=None, gt=0)
 
     @classmethod
@@ -46,7 +50,10 @@ class Negatives(BaseModel, extra="forbid", frozen=True):
             raise InputError(
                 f"Negatives are random, bm25, dense or dense:ENCODER (a bi-encoder), not {text!r}."
             )
-        return cls.model_validate({"kind": kind, "encoder": encoder} if encoder else {"kind": kind})
+        fields = {"kind": kind}
+        if encoder:
+            fields["encoder"] = encoder
+        return cls.model_validate(fields)
 
 
 def choose(
@@ -61,14 +68,14 @@ def choose(
     """Rows of each query's irrelevant documents; hard ones best first, random ones in random order.
 
     Documents that share no word with the query are no hard negatives: if BM25 gives too few, random
-    ones follow. What a query gets depends on no other query.
+    ones follow. The negatives of a query depend on no other query.
 
     Args:
         negatives: How many, and of which kind.
         queries: Id, text and the rows of the relevant documents of each.
         size: Rows of the corpus.
         read: Texts of some rows, as a reranker reads them.
-        seed: Of everything random.
+        seed: Seed of all random choices.
         options: How to load the bi-encoder.
 
     Raises:
@@ -78,26 +85,25 @@ def choose(
     rows: Sequence[int] = range(size)
     if negatives.corpus is not None and negatives.corpus < size:
         rows = sorted(random.Random(f"corpus:{seed}").sample(rows, negatives.corpus))
-    ranked: Iterable[list[int]] = ([] for _ in queries)
-    if negatives.kind != "random":
-        depth = negatives.count + max(
-            (len(gold) for _, _, gold in queries), default=0
-        )  # enough beside the relevant
-        by = (
-            _bm25
-            if negatives.kind == "bm25"
-            else partial(_dense, BiEncoder(negatives.encoder, options=options))
-        )
-        ranked = by([text for _, text, _ in queries], read(rows), depth)
+    # The first stage must rank so many documents that enough are left without the relevant ones.
+    depth = negatives.count + max((len(relevant) for _, _, relevant in queries), default=0)
+    texts = [text for _, text, _ in queries]
+    ranked: Iterable[list[int]]
+    if negatives.kind == "random":
+        ranked = [[] for _ in queries]
+    elif negatives.kind == "bm25":
+        ranked = _bm25(texts, read(rows), depth)
+    else:
+        encoder = BiEncoder(negatives.encoder, options=options)
+        ranked = _dense(encoder, texts, read(rows), depth)
     negatives_of = []
-    for (key, _, gold), best in zip(queries, ranked, strict=True):
-        hard = [rows[place] for place in best if rows[place] not in gold][: negatives.count]
-        taken, count = (
-            {*gold, *hard},
-            negatives.count - len(hard),
-        )  # so many others, or all there are
-        drawn = random.Random(f"{seed}:{key}").sample(rows, min(len(rows), count + len(taken)))
-        negatives_of.append([*hard, *[row for row in drawn if row not in taken][:count]])
+    for (key, _, relevant), best in zip(queries, ranked, strict=True):
+        hard = [rows[place] for place in best if rows[place] not in relevant][: negatives.count]
+        excluded = {*relevant, *hard}
+        count = negatives.count - len(hard)
+        drawn = random.Random(f"{seed}:{key}").sample(rows, min(len(rows), count + len(excluded)))
+        others = [row for row in drawn if row not in excluded]
+        negatives_of.append([*hard, *others[:count]])
     return negatives_of
 
 
@@ -126,9 +132,18 @@ def replace_negatives(
     seed: int = 0,
     options: LoadOptions | None = None,
 ) -> list[LabelledQuery]:
-    """The queries with their relevant documents and others that are candidates of other queries.
+    """The queries with their relevant documents and irrelevant candidates of other queries.
 
-    ``titles``: the first stage reads a document's title in front of its text. Raises as `choose`.
+    Args:
+        queries: Labelled queries.
+        negatives: How many irrelevant documents, and of which kind.
+        titles: Whether the first stage reads a document's title in front of its text.
+        seed: Seed of all random choices.
+        options: How to load the bi-encoder.
+
+    Raises:
+        BackboneError: The bi-encoder cannot be loaded.
+        MissingDependencyError: A library of the first stage is not installed.
     """
     corpus: dict[tuple[str | None, str], LabelledDocument] = {}
     for query in queries:
@@ -136,23 +151,25 @@ def replace_negatives(
             corpus.setdefault((document.title, document.text), document)
     documents = list(corpus.values())
     place = {key: number for number, key in enumerate(corpus)}
-    wanted = [
-        (query.id, query.query, {place[d.title, d.text] for d in query.documents if d.relevant})
-        for query in queries
-    ]
+    keyed = []
+    for query in queries:
+        relevant = set()
+        for document in query.documents:
+            if document.relevant:
+                relevant.add(place[document.title, document.text])
+        keyed.append((query.id, query.query, relevant))
 
     def read(rows: Sequence[int]) -> list[str]:
         return [documents[row].content() if titles else documents[row].text for row in rows]
 
-    rows_of = choose(negatives, wanted, len(documents), read, seed=seed, options=options)
+    negatives_of = choose(negatives, keyed, len(documents), read, seed=seed, options=options)
     changed = []
-    for query, rows in zip(queries, rows_of, strict=True):
-        # An id may stand for another text at another query.
-        others = [
-            documents[row].model_copy(update={"id": f"negative-{row}", "relevant": False})
-            for row in rows
-        ]
-        mixed = [document for document in query.documents if document.relevant] + others
+    for query, rows in zip(queries, negatives_of, strict=True):
+        mixed = [document for document in query.documents if document.relevant]
+        for row in rows:
+            # An id may stand for another text at another query.
+            update = {"id": f"negative-{row}", "relevant": False}
+            mixed.append(documents[row].model_copy(update=update))
         random.Random(f"order:{seed}:{query.id}").shuffle(mixed)
         changed.append(query.model_copy(update={"documents": tuple(mixed)}))
     return changed

@@ -1,10 +1,11 @@
-"""Which rule to keep documents by: measured on validation queries and on sets kept apart.
+"""Compare rules that keep documents, on validation queries and on sets without training queries.
 
     python -m research.rules --train data/train --dev data/dev
 
-Writes ``research/docs/thresholds.json``, which docs/thresholds.md shows. Numbers are chosen on
-validation queries (`research.selection`), each set counting the same, by answers lost, passages
-kept and recall. Then they are measured on the sets of ``--dev``. Scores are kept in ``--scores``.
+The command writes ``research/docs/thresholds.json``, which docs/thresholds.md shows. Numbers are
+chosen on validation queries (`research.selection`), each set counting the same, by answers lost,
+passages kept and recall. Then they are measured on the sets of ``--dev``. Scores are written to
+``--scores``.
 """
 
 import json
@@ -28,10 +29,10 @@ from rsrank_rag.evaluation.systems.sentence_transformers import BiEncoder
 from rsrank_rag.ranking.rule import Fallback, Rule
 from rsrank_rag.training.tune import find_rule, goal_for
 
-from . import kept_scores
+from . import score_files
 from .hub_datasets import load_sets
-from .kept_scores import Scored, score_all
 from .reproduction.config import files_in
+from .score_files import Scored, score_all
 from .selection import LEFT_OUT, TYPED, validation
 
 OUTPUT = Path(__file__).parent / "docs" / "thresholds.json"
@@ -39,14 +40,16 @@ DEFAULT = Rule(0.0, max_gap=2.75, fallback=Fallback(1.0, 2.5))
 """The rule of the `mini` whose figures thresholds.json holds."""
 GAPS = (1.0, 1.5, 2.0, 2.5, 3.0, 3.5, None)
 FALLBACKS = ((1, 1.5), (1, 2), (1, 3), (1, 4), (0.5, 2.5), (0, 2.5), (2, 2.5))
-SIZES, SEEDS = (30, 60), 3
-"""Queries that a rule is tuned on, and how often they are drawn from each set."""
+SIZES = (30, 60)
+"""Numbers of queries that a rule is tuned on."""
+SEEDS = 3
+"""How often queries are drawn from each set."""
 
 Figures = dict[str, Any]
 
 
 def candidates() -> list[Rule]:
-    """The rules that are compared with the default: with one part changed, and plain ones."""
+    """The default rule, rules with one part changed, and plain rules."""
     rules = [Rule(0.0), Rule(-1.0), Rule(-2.0), Rule(top_n=1), Rule(top_n=3), Rule(top_n=5)]
     rules.append(Rule(-1.5, max_gap=1.5))
     rules += [Rule(0.0, gap, DEFAULT.fallback) for gap in GAPS]
@@ -64,17 +67,26 @@ def figures_of(queries: Sequence[ScoredQuery], rule: Rule) -> Figures:
         "kept": result.kept,
         "recall": result.recall,
         "f1": result.f1,
-        "called_relevant": result.called_relevant / unanswerable if unanswerable else None,
+        "called_relevant": None,
     }
-    return {key: value if value is None else round(value, 4) for key, value in figures.items()}
+    if unanswerable:
+        figures["called_relevant"] = result.called_relevant / unanswerable
+    return {key: None if value is None else round(value, 4) for key, value in figures.items()}
+
+
+def by_kind(scored: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """The values of typed sets and of the others."""
+    groups: dict[str, list[Any]] = {"typed": [], "public": []}
+    for name, value in scored.items():
+        groups["typed" if name in TYPED else "public"].append(value)
+    return groups
 
 
 def groups_of(scored: Scored, measure: Callable[[Sequence[ScoredQuery]], Figures]) -> Figures:
     """Figures of each set, and their means over the typed sets and over the others."""
     sets = {name: measure(queries) for name, queries in scored.items()}
     figures: Figures = {"sets": sets}
-    for group, is_typed in (("typed", True), ("public", False)):
-        rows = [row for name, row in sets.items() if (name in TYPED) == is_typed]
+    for group, rows in by_kind(sets).items():
         figures[group] = {}
         for key in rows[0]:
             values = [row[key] for row in rows if row[key] is not None]
@@ -83,14 +95,15 @@ def groups_of(scored: Scored, measure: Callable[[Sequence[ScoredQuery]], Figures
 
 
 def compared(scored: Scored, rules: Sequence[Rule]) -> dict[str, Figures]:
-    """What each rule, in words, does to the sets."""
+    """Figures of each rule, by the rule in words."""
     return {str(rule): groups_of(scored, partial(figures_of, rule=rule)) for rule in rules}
 
 
 def features(query: ScoredQuery) -> Array:
-    """What a calibration sees of each document, (documents, 5).
+    """Features of each document for a calibration, (documents, 5).
 
-    Score, distance to the best score, logarithm of the rank, mean and deviation of the list.
+    The features are score, distance to the best score, logarithm of the rank, mean and deviation of
+    the list.
     """
     scores = np.array(query.scores)
     rank = 1 + (-scores).argsort(kind="stable").argsort(kind="stable")
@@ -136,21 +149,22 @@ class Calibration:
 
 def with_threshold(scored: Scored, goal: Goal) -> Rule:
     """The highest threshold, without gap and fallback, that reaches a goal; sets count the same."""
-    sets = list(scored.values())
-    queries = [query for queries in sets for query in queries]
-    levels = np.quantile(
-        [score for query in queries for score in query.scores], np.arange(1, 0, -0.01)
-    )
+    scores: list[float] = []
+    for queries in scored.values():
+        for query in queries:
+            scores += query.scores
+    levels = np.quantile(scores, np.arange(1, 0, -0.01))
     for threshold in levels.tolist():
-        rows = [figures_of(one, Rule(threshold)) for one in sets]
+        rows = [figures_of(queries, Rule(threshold)) for queries in scored.values()]
         lost = np.mean([row["lost"] for row in rows])
-        if lost <= goal.lost and np.mean([row["recall"] for row in rows]) >= goal.recall:
+        recall = np.mean([row["recall"] for row in rows])
+        if lost <= goal.lost and recall >= goal.recall:
             return Rule(threshold)
     return Rule(levels.min())
 
 
 def tuned(scored: Scored) -> dict[str, Figures]:
-    """What `rsrank tune` does to the other queries of a set, by the number of labelled ones."""
+    """Changes by `rsrank tune` on the other queries of a set, by the number of labelled ones."""
     by_size = {}
     for size in SIZES:
         rows = []
@@ -163,7 +177,8 @@ def tuned(scored: Scored) -> dict[str, Figures]:
                 others = [queries[number] for number in order[size:]]
                 goal = goal_for(own, DEFAULT, None, None)
                 result = find_rule(own, goal, DEFAULT)
-                before, after = (figures_of(others, rule) for rule in (DEFAULT, result.rule))
+                before = figures_of(others, DEFAULT)
+                after = figures_of(others, result.rule)
                 change = {key: after[key] - before[key] for key in ("lost", "kept", "recall")}
                 rows.append({"set": name, "problem": result.problem, **change})
         by_size[str(size)] = {
@@ -180,17 +195,14 @@ def measure(own: Mapping[str, Scored], cosine: Scored) -> Figures:
     Args:
         own: Scores of `mini` on "validation" and on "dev".
         cosine: Scores of MiniLM's cosine on "dev", or none. The cosine gets the rule that is best
-            there.
+            on these scores.
     """
     goal = Goal()
     figures: Figures = {"goal": str(goal)}
     rules = candidates()
     validated = own["validation"]
-    for kind in ("typed", "public"):
-        part = {
-            name: rows for name, rows in validated.items() if (name in TYPED) == (kind == "typed")
-        }
-        rules.append(shared_rule(list(part.values())))
+    for queries in by_kind(validated).values():
+        rules.append(shared_rule(queries))
     best = shared_rule(list(validated.values()))
     rules.append(best)
     figures["best"] = str(best)
@@ -198,13 +210,14 @@ def measure(own: Mapping[str, Scored], cosine: Scored) -> Figures:
         figures[name] = compared(scored, rules)
     calibration = Calibration(validated)
     learned = calibration(validated)
-    for name, rule in (
-        ("threshold", with_threshold(learned, goal)),
-        ("rule", shared_rule(list(learned.values()))),
-    ):
-        figures[f"calibration, {name}"] = {
-            part: compared(calibration(scored), [rule]) for part, scored in own.items()
-        }
+    threshold = with_threshold(learned, goal)
+    rule = shared_rule(list(learned.values()))
+    figures["calibration, threshold"] = {}
+    figures["calibration, rule"] = {}
+    for part, scored in own.items():
+        calibrated = calibration(scored)
+        figures["calibration, threshold"][part] = compared(calibrated, [threshold])
+        figures["calibration, rule"][part] = compared(calibrated, [rule])
     figures["cosine"] = {}
     if cosine:
         figures["cosine"] = compared(cosine, [shared_rule(list(cosine.values()))])
@@ -213,7 +226,7 @@ def measure(own: Mapping[str, Scored], cosine: Scored) -> Figures:
 
 
 def table(figures: Figures) -> str:
-    """Every rule on the sets kept apart, as Markdown."""
+    """Every rule on the sets of ``--dev``, as Markdown."""
     lines = [
         "| rule | typed: lost | kept | recall | called relevant "
         "| others: lost | kept | recall | F1 |",
@@ -225,12 +238,13 @@ def table(figures: Figures) -> str:
         rows[f"calibration: {rule}"] = row
     for rule, row in figures["cosine"].items():
         rows[f"MiniLM's cosine: {rule}"] = row
+    columns = {
+        "typed": ("lost", "kept", "recall", "called_relevant"),
+        "public": ("lost", "kept", "recall", "f1"),
+    }
     for name, row in rows.items():
         cells = [name]
-        for group, keys in (
-            ("typed", ("lost", "kept", "recall", "called_relevant")),
-            ("public", ("lost", "kept", "recall", "f1")),
-        ):
+        for group, keys in columns.items():
             for key in keys:
                 value = row[group][key]
                 cells.append(f"{value:.2f}" if key == "kept" else f"{100 * value:.1f}")
@@ -239,7 +253,7 @@ def table(figures: Figures) -> str:
 
 
 def tuned_table(figures: Figures) -> str:
-    """What `rsrank tune` writes, and what that changes on the other queries, as Markdown."""
+    """Rules that `rsrank tune` writes, and their changes on the other queries, as Markdown."""
     lines = [
         "| labelled queries | draws | rules written | more answers lost, of these | fewer "
         "| mean change: lost | kept | recall |",
@@ -265,13 +279,13 @@ def tuned_table(figures: Figures) -> str:
 @option("--model", "-m", default="mini", help="What is called mini.")
 @option("--cosine", is_flag=True, help="Add MiniLM's cosine.")
 @option("--limit", type=int, help="Only the first queries of each set of --dev.")
-@option("--scores", type=PATH, default="runs/rules", help="Folder in which scores are kept.")
+@option("--scores", type=PATH, default="runs/rules", help="Folder for scores.")
 def rules(
     train: Path, dev: Sequence[Path], model: str, cosine: bool, limit: int | None, scores: Path
 ) -> None:
-    """Compare rules on validation queries and on sets kept apart."""
+    """Compare rules on validation queries and on the sets of --dev."""
     ranker = RSRank.from_pretrained(model)
-    key = f" {kept_scores.identity(ranker)}"
+    key = f" {score_files.identity(ranker)}"
     if limit is not None:
         scores = scores / f"first-{limit}"
     loaded = load_sets(files_in(dev))

@@ -29,7 +29,7 @@ import numpy as np
 from tables import ROOT, differences, table
 from tqdm import tqdm
 
-from research import kept_scores
+from research import score_files
 from research.best_threshold import best_threshold, shared_threshold
 from research.unanswerable import auroc, best_scores, false_accepts
 from rsrank_rag import Reranker, RSRank
@@ -118,10 +118,10 @@ def score_set(
     """Scores of a set, taken from ``folder`` where the same queries were scored before."""
     path = None if folder is None else folder / f"{name}.json"
     if path is not None and path.exists():
-        return kept_scores.read(path, queries)
+        return score_files.read(path, queries)
     scored = score_dataset(reranker, tqdm(queries, desc=name))
     if path is not None:
-        kept_scores.write(path, queries, scored)
+        score_files.write(path, queries, scored)
     return scored
 
 

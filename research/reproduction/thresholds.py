@@ -22,18 +22,21 @@ from ..comparison import Comparison, Measured, SetResult
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Last characters of a system's name in figures.
 NAME_LENGTH = 32
+"""Last characters of a system's name in figures."""
 
 
 class PairedTest(NamedTuple):
     """A paired t-test.
 
-    ``t`` and ``p`` (two-sided) are None where the test is not defined: with fewer than two pairs,
-    and if all pairs differ by the same amount.
+    Attributes:
+        difference: Mean of the first minus the second.
+        t: The statistic. None where the test is not defined: with fewer than two pairs, and if all
+            pairs differ by the same amount.
+        p: The two-sided p-value, or None like ``t``.
     """
 
-    difference: float  # mean of first minus second
+    difference: float
     t: float | None
     p: float | None
 
@@ -96,13 +99,20 @@ class Stability:
     """How well one threshold suits several sets (paper, Section 2.1).
 
     All thresholds are normalised: 0 and 1 are the lowest and the highest score of all sets.
+
+    Attributes:
+        ranges: Each set's lowest and highest score.
+        natural: The threshold in use; outside [0, 1] if no score lies beyond it.
+        best: Each set's threshold with the highest mean F1.
+        bias: Mean over sets of the absolute offset between the best and the natural threshold.
+        variance: Mean squared distance of the sets' best thresholds from their mean.
     """
 
-    ranges: dict[str, tuple[float, float]]  # each set's lowest and highest score
-    natural: float  # the threshold in use; outside [0, 1] if no score lies beyond it
-    best: dict[str, float]  # each set's threshold with the highest mean F1
-    bias: float  # mean over sets of the absolute offset between the best and the natural threshold
-    variance: float  # mean squared distance of the sets' best thresholds from their mean
+    ranges: dict[str, tuple[float, float]]
+    natural: float
+    best: dict[str, float]
+    bias: float
+    variance: float
 
 
 def threshold_stability(sets: Mapping[str, Sequence[ScoredQuery]], threshold: float) -> Stability:

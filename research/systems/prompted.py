@@ -34,17 +34,29 @@ from rsrank_rag.texts import encodable
 class Batched(Reranker):
     """A language model and its tokenizer. Special tokens in a text are read as plain text.
 
-    `max_length`: positions of one prompt.
+    Args:
+        model: The language model.
+        tokenizer: Its tokenizer.
+        max_length: Positions of one prompt.
+
+    Attributes:
+        token_budget: Padded tokens in one batch.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, max_length: int) -> None:
-        self.model, self.max_length = model, max_length
-        self.padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
-        self.token_budget = token_budget_for(model.device)  # padded tokens in one batch
+        self.model = model
+        self.max_length = max_length
+        self.padding = tokenizer.pad_token_id or 0
+        self.token_budget = token_budget_for(model.device)
         self._text = private_copy(tokenizer, special_tokens=False)
 
     def score(self, query: str, documents: Sequence[str]) -> list[float]:
-        """One score a document; InputError and ScoringError name one that cannot be scored."""
+        """One score a document.
+
+        Raises:
+            InputError: A text cannot be read.
+            ScoringError: A document cannot be scored.
+        """
         return [scored.score for scored in self.score_documents(query, documents)]
 
     @abstractmethod
@@ -52,31 +64,35 @@ class Batched(Reranker):
         """Score the documents of one query, and say which were cut."""
 
     def encode(
-        self, before: str, texts: Sequence[str], room: int, **options: bool
+        self, before: str, texts: Sequence[str], limit: int, **options: bool
     ) -> tuple[list[Ids], list[bool]]:
-        """Token ids of `before` + each text, at most `room` of them, and which texts were cut."""
+        """Token ids of ``before`` + each text, at most ``limit``, and which texts were cut."""
         for index, text in enumerate(texts):
             if not isinstance(text, str):
                 raise InputError(
                     f"A query or document must be a string, got {type(text).__name__} at {index}."
                 )
-        encoded = [
-            item.ids
-            for item in self._text.encode_batch(
-                [before + encodable(text) for text in texts], **options
-            )
-        ]
-        return [tuple(ids[:room]) for ids in encoded], [len(ids) > room for ids in encoded]
+        whole = [before + encodable(text) for text in texts]
+        ids = []
+        truncated = []
+        for encoding in self._text.encode_batch(whole, **options):
+            ids.append(tuple(encoding.ids[:limit]))
+            truncated.append(len(encoding.ids) > limit)
+        return ids, truncated
 
     def compute_each(
         self, prompts: Sequence[Ids], compute: Callable[[Tensor, Tensor], Tensor]
     ) -> list[Tensor]:
-        """The model's output for each prompt, in batches; equal prompts are computed once.
+        """The model's output for each prompt, in batches. Equal prompts are computed once.
 
-        `compute`: token ids (N, T) and their mask (N, T) -> (N, ...). Padding on the right leaves
-        positions alone.
+        Args:
+            prompts: Token ids of each prompt.
+            compute: Token ids (N, T) and their mask (N, T) -> (N, ...). Padding is on the right and
+                leaves positions alone.
 
-        Raises ScoringError: a prompt does not fit into memory even alone; its position is given.
+        Raises:
+            ScoringError: A prompt does not fit into memory even alone. The error has the prompt's
+                position.
         """
         outputs: dict[Ids, Tensor] = {}
         batches = Batches(list(dict.fromkeys(prompts)), self.token_budget)
@@ -97,7 +113,11 @@ class Batched(Reranker):
 def load(
     model_class: Any, name: str, revision: str | None, options: LoadOptions, **arguments: Any
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A frozen model with its output layer, and its tokenizer; BackboneError if it has no such."""
+    """A frozen model with its output layer, and its tokenizer.
+
+    Raises:
+        BackboneError: The model cannot be loaded or lacks weights.
+    """
     hub = {**options.hub, "revision": revision}
     arguments = {**arguments, **quantisation(options), "dtype": options.resolved_dtype()}
     # The model's config could name kernels to download and run.
@@ -113,7 +133,8 @@ def load(
             model = model.to(options.resolved_device())
     except LOAD_ERRORS as error:
         raise BackboneError(f"The language model {place} could not be loaded: {error}") from error
-    if missing := sorted(report["missing_keys"]):
+    missing = sorted(report["missing_keys"])
+    if missing:
         raise BackboneError(f"The language model {place} lacks weights, such as {missing[0]}.")
     return model.requires_grad_(False), tokenizer
 
@@ -139,9 +160,8 @@ class AnswerHead(nn.Linear):
         super().__init__(
             head.in_features, len(tokens), bias=head.bias is not None, device=head.weight.device
         )
-        self.load_state_dict(
-            {name: part[list(tokens)].float() for name, part in head.state_dict().items()}
-        )
+        rows = list(tokens)
+        self.load_state_dict({name: part[rows].float() for name, part in head.state_dict().items()})
         self.requires_grad_(False)
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -156,9 +176,12 @@ class AnswerOdds(Batched):
     threshold. Subclasses give the prompt and run the model.
 
     Args:
-        model: Its output layer is replaced by an `AnswerHead`.
+        model: The language model. An `AnswerHead` replaces its output layer.
+        tokenizer: Its tokenizer.
         answers: The negative and the positive answer, as they stand in the vocabulary.
-        prefix: Ids before the text, as `suffix` are those after it. Only documents are cut.
+        prefix: Ids before the text.
+        suffix: Ids after the text.
+        max_length: Positions of one prompt. Only documents are cut.
     """
 
     threshold: float | None = 0.5
@@ -175,18 +198,19 @@ class AnswerOdds(Batched):
     ) -> None:
         most = getattr(model.config, "max_position_embeddings", None) or max_length
         super().__init__(model, tokenizer, min(max_length, most))
-        self.prefix, self.suffix = prefix, suffix
+        self.prefix = prefix
+        self.suffix = suffix
         vocabulary = tokenizer.get_vocab()
         missing = [answer for answer in answers if answer not in vocabulary]
         head = model.get_output_embeddings()
-        if missing or not isinstance(head, nn.Linear) or not head.weight.is_floating_point():
-            lacks = (
-                f"its vocabulary has no {missing[0]!r}"
-                if missing
-                else "its output layer is not a plain matrix"
-            )
+        problem = None
+        if missing:
+            problem = f"its vocabulary has no {missing[0]!r}"
+        elif not isinstance(head, nn.Linear) or not head.weight.is_floating_point():
+            problem = "its output layer is not a plain matrix"
+        if problem is not None:
             raise BackboneError(
-                f"{model.name_or_path!r} is no {type(self).__name__}: {lacks}. It must be one of "
+                f"{model.name_or_path!r} is no {type(self).__name__}: {problem}. It must be one of "
                 f"the checkpoints that answer {answers[1]!r} or {answers[0]!r}."
             )
         model.set_output_embeddings(AnswerHead(head, [vocabulary[answer] for answer in answers]))
@@ -200,28 +224,34 @@ class AnswerOdds(Batched):
         """Logits of the negative and the positive answer, (N, 2), from prompts and mask (N, T)."""
 
     def prompts(self, query: str, documents: Sequence[str]) -> tuple[list[Ids], list[bool]]:
-        """Token ids of each prompt, and which documents were cut; InputError for a long query."""
+        """Token ids of each prompt, and which documents were cut.
+
+        Raises:
+            InputError: The query is no string, or is too long.
+        """
         if not isinstance(query, str):
             raise InputError(f"The query must be a string, got {type(query).__name__}.")
         opening = encodable(self.opening(query))
-        room = self.max_length - len(self.prefix) - len(self.suffix)
+        limit = self.max_length - len(self.prefix) - len(self.suffix)
         length = len(self._text.encode(opening, add_special_tokens=False).ids)
-        if length >= room:
+        if length >= limit:
             raise InputError(
                 f"With the instruction the query has {length} tokens, and the prompt has room for "
-                f"{room} with the document. Shorten the query: it is never cut, because that would "
-                "change what is asked."
+                f"{limit} with the document. Shorten the query: it is never cut, because that "
+                "would change what is asked."
             )
-        encoded, truncated = self.encode(opening, documents, room, add_special_tokens=False)
+        encoded, truncated = self.encode(opening, documents, limit, add_special_tokens=False)
         return [(*self.prefix, *ids, *self.suffix) for ids in encoded], truncated
 
     @torch.inference_mode()
     def score_documents(self, query: str, documents: Sequence[str]) -> list[Scored]:
         """Probability of the positive answer of the two, and whether the document was cut."""
         prompts, truncated = self.prompts(query, as_list(documents))
-        numbered = enumerate(self.compute_each(prompts, self._probabilities))
-        scores = [finite(float(score), index) for index, score in numbered]
-        return [Scored(*row) for row in zip(scores, truncated, strict=True)]
+        probabilities = self.compute_each(prompts, self._probabilities)
+        scored = []
+        for index, probability in enumerate(probabilities):
+            scored.append(Scored(finite(float(probability), index), truncated[index]))
+        return scored
 
     def _probabilities(self, ids: Tensor, mask: Tensor) -> Tensor:
         logits = self.logits(ids, mask)
@@ -235,9 +265,16 @@ QWEN3_INSTRUCTION = "Given a web search query, retrieve relevant passages that a
 class Qwen3Reranker(AnswerOdds):
     """Qwen3-Reranker (0.6B, 4B, 8B): "yes" against "no" after the prompt of its model card.
 
-    `instruction`: what is to be judged; the model card's own by default. `max_length`: positions of
-    one prompt, 8192 on the model card. BackboneError and MissingDependencyError say why it could
-    not be loaded.
+    Args:
+        name: Hub id, folder, or a key of `SIZES`.
+        instruction: What is to be judged; the model card's own instruction by default.
+        max_length: Positions of one prompt, 8192 on the model card.
+        revision: Commit, branch or tag of the repository.
+        options: How to load the model.
+
+    Raises:
+        BackboneError: The model cannot be loaded.
+        MissingDependencyError: A library is not installed.
     """
 
     PREFIX = (
@@ -265,16 +302,12 @@ class Qwen3Reranker(AnswerOdds):
             use_safetensors=True,
         )
         copied = private_copy(tokenizer, special_tokens=True)
-        before, after = (
-            tuple(copied.encode(x, add_special_tokens=False).ids)
-            for x in (self.PREFIX, self.SUFFIX)
-        )
         super().__init__(
             model,
             tokenizer,
             answers=("no", "yes"),
-            prefix=before,
-            suffix=after,
+            prefix=tuple(copied.encode(self.PREFIX, add_special_tokens=False).ids),
+            suffix=tuple(copied.encode(self.SUFFIX, add_special_tokens=False).ids),
             max_length=max_length,
         )
         self.instruction = instruction
@@ -298,9 +331,17 @@ class Qwen3Reranker(AnswerOdds):
 class MonoT5(AnswerOdds):
     """MonoT5 (castorini): the decoder's first token, "true" against "false".
 
-    `max_length`: positions of one prompt, 512 in training. It is loaded in float32 unless `options`
-    name a dtype, as T5 was not made for less. BackboneError and MissingDependencyError (its
-    tokenizer needs sentencepiece and protobuf) say why it could not be.
+    The model is loaded in float32 unless ``options`` name a dtype, as T5 was not made for less.
+
+    Args:
+        name: Hub id, folder, or a key of `SIZES`.
+        max_length: Positions of one prompt, 512 in training.
+        revision: Commit, branch or tag of the repository.
+        options: How to load the model.
+
+    Raises:
+        BackboneError: The model cannot be loaded.
+        MissingDependencyError: The tokenizer needs sentencepiece and protobuf.
     """
 
     def __init__(
@@ -313,25 +354,19 @@ class MonoT5(AnswerOdds):
     ) -> None:
         name = SIZES.get(str(name), name)
         options = options or LoadOptions()
-        loading = options
         if options.dtype is None:
-            loading = options.model_copy(update={"dtype": "float32"})
+            options = options.model_copy(update={"dtype": "float32"})
         try:
-            model, tokenizer = load(AutoModelForSeq2SeqLM, str(name), revision, loading)
+            model, tokenizer = load(AutoModelForSeq2SeqLM, str(name), revision, options)
         except BackboneError as error:
-            if "spiece.model" in str(
-                error
-            ):  # what transformers reads it with; it complains about something else
-                for package in ("sentencepiece", "google.protobuf"):
-                    required(
-                        package, "MonoT5's tokenizer needs sentencepiece and protobuf.", "eval"
-                    )
+            # Without these packages, transformers only says that it cannot read spiece.model.
+            if "spiece.model" in str(error):
+                purpose = "MonoT5's tokenizer needs sentencepiece and protobuf."
+                required("sentencepiece", purpose, "eval")
+                required("google.protobuf", purpose, "eval")
             raise
-        relevant = (
-            private_copy(tokenizer, special_tokens=False)
-            .encode("Relevant:", add_special_tokens=False)
-            .ids
-        )
+        copied = private_copy(tokenizer, special_tokens=False)
+        relevant = copied.encode("Relevant:", add_special_tokens=False).ids
         suffix = (*relevant, tokenizer.eos_token_id)
         super().__init__(
             model, tokenizer, answers=("▁false", "▁true"), suffix=suffix, max_length=max_length

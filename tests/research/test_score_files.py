@@ -1,11 +1,11 @@
-"""research.kept_scores: nothing is scored twice."""
+"""research.score_files: nothing is scored twice."""
 
 import json
 
 import pytest
 import torch
 
-from research import kept_scores
+from research import score_files
 from rsrank_rag import RSRank
 from rsrank_rag.backends.torch.projection import Projection
 from rsrank_rag.errors import InputError
@@ -23,19 +23,19 @@ def labelled(*relevant):
     return LabelledQuery(id=str(relevant), query="What does a bee do?", documents=tuple(documents))
 
 
-def test_kept_scores_are_read_and_those_of_other_documents_are_refused(tmp_path):
+def test_stored_scores_are_read_and_those_of_other_documents_are_refused(tmp_path):
     queries = [labelled(0), labelled(1, 2)]
     sets = {"notes": queries}
-    first = kept_scores.score_all({"BM25": BM25()}, sets, tmp_path)
+    first = score_files.score_all({"BM25": BM25()}, sets, tmp_path)
     (tmp_path / "BM25, notes.json").write_text(
         json.dumps([{"id": query.id, "scores": [7.0, 8.0, 9.0]} for query in queries]), "utf-8"
     )
-    again = kept_scores.score_all({"BM25": BM25()}, sets, tmp_path)
+    again = score_files.score_all({"BM25": BM25()}, sets, tmp_path)
     assert list(first["BM25"]["notes"][0].relevant) == [True, False, False]
     assert list(again["BM25"]["notes"][0].scores) == [7.0, 8.0, 9.0]
     shorter = queries[0].model_copy(update={"documents": queries[0].documents[:2]})
     with pytest.raises(InputError, match="does not hold the scores of query"):
-        kept_scores.read(tmp_path / "BM25, notes.json", [shorter])
+        score_files.read(tmp_path / "BM25, notes.json", [shorter])
 
 
 def test_an_identity_is_of_all_that_was_trained(tiny_ranker):
@@ -50,6 +50,6 @@ def test_an_identity_is_of_all_that_was_trained(tiny_ranker):
         Projection(weight, layers, agreement=torch.tensor([1.0, 2.0, 3.0])),
     ]
     rankers = [RSRank(plain.backbone, plain.prompts, other, plain.config) for other in others]
-    assert len({kept_scores.identity(ranker) for ranker in [plain, *rankers]}) == 6
+    assert len({score_files.identity(ranker) for ranker in [plain, *rankers]}) == 6
     again = RSRank(plain.backbone, plain.prompts, plain.projection, plain.config)
-    assert kept_scores.identity(again) == kept_scores.identity(plain)
+    assert score_files.identity(again) == score_files.identity(plain)

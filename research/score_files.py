@@ -50,7 +50,7 @@ def read(path: Path, queries: Sequence[LabelledQuery]) -> list[ScoredQuery]:
 
 
 def write(path: Path, queries: Sequence[LabelledQuery], scored: Sequence[ScoredQuery]) -> None:
-    """Keep the scores."""
+    """Write the scores."""
     rows = []
     for query, row in zip(queries, scored, strict=True):
         rows.append({"id": query.id, "scores": [float(score) for score in row.scores]})
@@ -68,8 +68,8 @@ def score_all(
     Args:
         systems: Label -> reranker.
         sets: Name -> labelled queries.
-        folder: Where scores are kept; those that are there are read.
-        key: Stands in the files' names for what a label does not say, such as a model's weights.
+        folder: Folder of the files. Scores that a file holds are not computed again.
+        key: A part of the files' names that says what a label does not say, such as weights.
     """
     scored: dict[str, Scored] = {label: {} for label in systems}
     for name, queries in sets.items():
