@@ -18,9 +18,9 @@ def best_threshold(
     """The single threshold with the highest mean F1 over all queries, and the mean F1 there.
 
     The search is exact. From one threshold to the next, one document more is kept, so each step
-    changes one query. Thresholds are halfway between two scores; the highest is the highest score,
-    at which nothing is kept, and the lowest is below all scores by a thousandth of their range, or
-    by 0.001 if all are equal. Of several equally good thresholds it is the highest.
+    changes one query. Thresholds are halfway between two scores. The highest threshold is the
+    highest score, at which nothing is kept. The lowest is below all scores by a thousandth of their
+    range, or by 0.001 if all are equal. Of several equally good thresholds the highest is returned.
 
     Args:
         queries: Scored queries.
@@ -32,24 +32,24 @@ def best_threshold(
     """
     if weights is None:
         weights = np.ones(len(queries))
-    nothing_kept = 0.0
+    mean_without_documents = 0.0
     columns = []
     for query, weight in zip(queries, weights / weights.sum(), strict=True):
         labels = np.array(query.relevant, dtype=float)[best_first(query.scores)]
         # Blank documents are last, and no threshold keeps them.
-        scores = [one for one in sorted(query.scores, reverse=True) if one != BLANK_SCORE]
+        scores = sorted(score for score in query.scores if score != BLANK_SCORE)[::-1]
         count = len(scores)
         hits = np.append(0.0, labels.cumsum())[: count + 1]
         with np.errstate(invalid="ignore"):
             f1 = np.nan_to_num(2 * hits / (np.arange(count + 1) + labels.sum()), nan=1.0)
         f1 *= weight * (len(labels) > 0)
-        nothing_kept += f1[0]
+        mean_without_documents += f1[0]
         columns.append(np.stack([scores, np.diff(f1)]))
     # By document, best first: its score, and what changes.
     scores, changes = np.hstack(columns)
     order = np.argsort(-scores, kind="stable")
     scores = scores[order]
-    means = nothing_kept + np.append(0.0, changes[order].cumsum())
+    means = mean_without_documents + np.append(0.0, changes[order].cumsum())
     # Documents with equal scores are kept together: the last of each counts.
     last = np.flatnonzero(np.diff(scores, append=-np.inf))
     scores = scores[last]
@@ -69,6 +69,9 @@ def shared_threshold(sets: Sequence[Sequence[ScoredQuery]]) -> float:
 
     No other threshold for all sets together has a higher F1 on these labels.
     """
-    queries = [query for scored in sets for query in scored]
-    weights = [1.0 / len(scored) for scored in sets for _ in scored]
+    queries: list[ScoredQuery] = []
+    weights: list[float] = []
+    for scored in sets:
+        queries += scored
+        weights += [1.0 / len(scored)] * len(scored)
     return best_threshold(queries, np.array(weights))[0]

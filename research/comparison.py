@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations, starmap
+from itertools import combinations
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -35,7 +35,7 @@ class QueryLabels(Record):
 
 
 class QueryResult(Record):
-    """One system on one query; queries and scores are in the order of the labels.
+    """One system on one query. Queries and scores are in the order of the labels.
 
     A metric that means nothing for the query is left out, here and in means.
     """
@@ -56,11 +56,19 @@ class SetResult(Record):
 
 
 class SystemResult(Record):
-    """One system on all sets; means count each set the same."""
+    """One system on all sets. Means count each set the same.
+
+    Attributes:
+        name: The system's name.
+        rule: The rule in use, in words.
+        origin: Where the rule comes from, such as "native".
+        metrics: Means over the sets.
+        sets: Results of each set.
+    """
 
     name: str
-    rule: str  # the rule in use, in words
-    origin: str  # of the rule, such as "native"
+    rule: str
+    origin: str
     metrics: dict[str, Estimate]
     sets: dict[str, SetResult]
 
@@ -87,12 +95,19 @@ class Comparison(Record):
 
 @dataclass(frozen=True)
 class Measured:
-    """A system's scores."""
+    """A system's scores.
+
+    Attributes:
+        name: The system's name.
+        rule: The rule in use.
+        origin: Where the rule comes from, such as "native".
+        scored: Set -> scored queries, in the order of the set.
+    """
 
     name: str
     rule: Rule
-    origin: str  # of the rule, such as "native"
-    scored: Mapping[str, Sequence[ScoredQuery]]  # set -> scored queries, in the order of the set
+    origin: str
+    scored: Mapping[str, Sequence[ScoredQuery]]
 
 
 def compare(systems: Sequence[Measured], sets: LabelledSets) -> Comparison:
@@ -105,13 +120,10 @@ def compare(systems: Sequence[Measured], sets: LabelledSets) -> Comparison:
     Raises:
         MissingDependencyError: ir-measures is not installed.
     """
-    results = list(map(_system, systems))
+    results = [_system(system) for system in systems]
     labels = {name: tuple(map(_labels, queries)) for name, queries in sets.items()}
-    return Comparison(
-        labels=labels,
-        systems=tuple(results),
-        differences=tuple(starmap(_difference, combinations(results, 2))),
-    )
+    differences = [_difference(first, second) for first, second in combinations(results, 2)]
+    return Comparison(labels=labels, systems=tuple(results), differences=tuple(differences))
 
 
 def _labels(query: LabelledQuery) -> QueryLabels:
@@ -136,7 +148,9 @@ def _system(system: Measured) -> SystemResult:
             rows.append(QueryResult(scores=tuple(query.scores), metrics=metrics))
         estimates = _estimates({metric: [values[metric]] for metric in METRICS})
         sets[name] = SetResult(metrics=estimates, queries=tuple(rows))
-    samples = {metric: [one.values(metric) for one in sets.values()] for metric in METRICS}
+    samples = {}
+    for metric in METRICS:
+        samples[metric] = [result.values(metric) for result in sets.values()]
     return SystemResult(
         name=system.name,
         rule=str(system.rule),

@@ -1,7 +1,8 @@
 """Validation queries for the numbers of a rule: threshold, gap and fallback.
 
-They are cut from the training files as `research/mini` cuts the queries that `mini` is not trained
-on: typed queries by the source of their passages, the others by the hash of the question.
+The queries come from the training files in the way in which `research/mini` draws the queries that
+`mini` is not trained on: typed queries by the source of their passages, the others by the hash of
+the question.
 """
 
 import gzip
@@ -17,11 +18,13 @@ from rsrank_rag.evaluation.datasets import LabelledQuery, dataset_name
 TYPED = ("everyday.passage", "realdocs.passage")
 """Sets of questions as people type them."""
 LEFT_OUT = "nfcorpus"
-"""Most of its candidates are relevant, so that all of them are wanted: no rule is for that."""
+"""Most candidates of this set are relevant. Rules are not made for such lists."""
 APART = 0.1
 """Share of the sources of typed queries that validate; as in `research/mini/batches.py`."""
-TYPED_COUNT, PUBLIC_COUNT = 190, 30
-"""Most queries of a typed set and of each other set."""
+TYPED_COUNT = 190
+"""Most queries of a typed set."""
+PUBLIC_COUNT = 30
+"""Most queries of each other set."""
 
 
 def validation(folder: Path) -> dict[str, list[LabelledQuery]]:
@@ -48,10 +51,13 @@ def _source(row: dict[str, Any]) -> str:
 
 def _first(rows: Sequence[dict[str, Any]], count: int) -> list[LabelledQuery]:
     """So many queries, whatever their order in the file."""
-    ordered = sorted(
-        rows, key=lambda row: _digest(" ".join(re.findall(r"\w+", row["query"].lower())))
-    )
+    ordered = sorted(rows, key=_order)
     return [LabelledQuery.model_validate(row) for row in ordered[:count]]
+
+
+def _order(row: dict[str, Any]) -> str:
+    """A hash of the words of the question."""
+    return _digest(" ".join(re.findall(r"\w+", row["query"].lower())))
 
 
 def _digest(text: str) -> str:

@@ -36,7 +36,7 @@ STRENGTHS = (0.5, 0.75, 1.0)
 SHARES = (0.25, 0.5, 0.75, 1.0)
 """Without a share of the shift there would be nothing that `explain` could show by layer."""
 NOT_FOR_RULES = "nfcorpus"
-"""Most of its candidates are relevant, so that all of them are wanted: no rule is for that."""
+"""Most candidates of this set are relevant. Rules are not made for such lists."""
 PASSAGES = (
     (Path(__file__).parents[2] / "examples" / "passages.txt")
     .read_text(encoding="utf-8")
