@@ -4,9 +4,9 @@
 
 manuals.json holds our queries, which passages answer them, and where each passage stands: a package
 with its version, a page, and the words of the rendered page. The pages' licences are permissive
-(MIT, ISC, BSD, Apache-2.0, PostgreSQL, curl), and their text stays in the packages. The command
-downloads the packages, renders the pages, checks each passage by its hash and writes labelled rows
-as the other training sets have them.
+(MIT, ISC, BSD, Apache-2.0, PostgreSQL, curl), and the text of the pages stays in the packages. The
+command downloads the packages, renders the pages, checks each passage by its hash and writes
+labelled rows in the form of the other training sets.
 """
 
 from __future__ import annotations
@@ -74,15 +74,16 @@ def build(manuals: dict, folder: Path) -> list[dict]:
             raise SystemExit(f"{name} is not at words {start} to {start + count} of {key}.")
     rows = []
     for number, query in enumerate(manuals["queries"]):
-        documents = [
-            {
-                "id": name,
-                "title": titles[name],
-                "text": texts[name],
-                "relevant": name in query["relevant"],
-            }
-            for name in [*query["relevant"], *query["irrelevant"]]
-        ]
+        documents = []
+        for name in [*query["relevant"], *query["irrelevant"]]:
+            documents.append(
+                {
+                    "id": name,
+                    "title": titles[name],
+                    "text": texts[name],
+                    "relevant": name in query["relevant"],
+                }
+            )
         rows.append(
             {
                 "id": f"manuals-{number}",

@@ -25,7 +25,7 @@ CHUNK = 2600
 
 @dataclass
 class Output:
-    """What a batch gives.
+    """Scores and embeddings of a batch.
 
     Attributes:
         base: Similarity of all queries and texts, with the bias, (Q, D).
@@ -42,7 +42,7 @@ class Output:
 
 @dataclass
 class Queries:
-    """What the queries of a batch are compared by.
+    """States and embeddings of the queries of a batch.
 
     Attributes:
         entering: Token states that enter the fusion layer, (Q, T, C).
@@ -64,12 +64,17 @@ class Queries:
 
 
 def run(model: Mini, texts: Texts, batch: Batch) -> Output:
-    """Run all queries and texts of a batch, with gradients where they are wanted."""
+    """Run all queries and texts of a batch, with gradients unless torch has switched them off."""
     device = model.bias.device
     queries = read_queries(model, texts, batch.queries)
-    lists = [(q, place) for q, labels in enumerate(batch.labels) for place in labels]
+    lists = []
+    for query, labels in enumerate(batch.labels):
+        lists += [(query, place) for place in labels]
     ids = texts.ids(batch.texts, DOCUMENT_TOKENS)
-    bases, shifts, embedded, order = [], [], [], []
+    bases = []
+    shifts = []
+    embedded = []
+    order: list[int] = []
     for chunk in chunks(ids):
         token_ids, valid = padded([ids[place] for place in chunk], device)
         entering = model.embed(token_ids).to(model.fast)
@@ -77,7 +82,7 @@ def run(model: Mini, texts: Texts, batch: Batch) -> Output:
         keys_values = model.document(hidden)
         base = similarity(model, queries, hidden, valid, keys_values[0][1])
         row_of = {place: row for row, place in enumerate(chunk)}
-        pairs = [(q, row_of[place]) for q, place in lists if place in row_of]
+        pairs = [(query, row_of[place]) for query, place in lists if place in row_of]
         bases.append(base)
         shifts.append(shift_of(model, queries, keys_values, valid, pairs))
         embedded.append(pooled(hidden, valid))
@@ -93,15 +98,15 @@ def run(model: Mini, texts: Texts, batch: Batch) -> Output:
 
 def read_queries(model: Mini, texts: Texts, queries: list[str]) -> Queries:
     """Run the queries by themselves and after the null prefix."""
-    device, count = model.bias.device, len(queries)
+    device = model.bias.device
+    count = len(queries)
     ids, valid = padded(texts.ids(queries, QUERY_TOKENS), device)
     entering = model.below(model.embed(ids).to(model.fast), valid, 0, model.base)
     empty_ids, empty_valid = padded(texts.ids([""], QUERY_TOKENS), device)
     empty = model.below(model.embed(empty_ids).to(model.fast), empty_valid, 0, model.base)
-    null = [
-        (keys.expand(count, -1, -1, -1), values.expand(count, -1, -1, -1))
-        for keys, values in model.document(empty)
-    ]
+    null = []
+    for keys, values in model.document(empty):
+        null.append((keys.expand(count, -1, -1, -1), values.expand(count, -1, -1, -1)))
     alone, own = model.values(entering, valid, null, empty_valid.expand(count, -1))
     is_scored = inner(valid)
     query_of, _ = is_scored.nonzero(as_tuple=True)
@@ -125,7 +130,7 @@ def similarity(
 
     Args:
         model: The weights of cosine and MaxSim, and the size of the windows.
-        queries: What is compared.
+        queries: The queries of the batch.
         hidden: Token states of texts, (N, S, C).
         valid: Which of them are no padding, (N, S).
         values: Values of the texts in the fusion layer, (N, H, S, D).
@@ -178,7 +183,7 @@ def shift_of(
 def chunks(ids: list[list[int]]) -> list[list[int]]:
     """Positions of texts of similar length, at most `CHUNK` padded tokens together."""
     result: list[list[int]] = [[]]
-    for place in sorted(range(len(ids)), key=lambda each: len(ids[each])):
+    for place in sorted(range(len(ids)), key=lambda place: len(ids[place])):
         if result[-1] and (len(result[-1]) + 1) * len(ids[place]) > CHUNK:
             result.append([])
         result[-1].append(place)

@@ -10,8 +10,10 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-CLS, SEP = 101, 102
-QUERY_TOKENS, DOCUMENT_TOKENS = 62, 400
+CLS = 101
+SEP = 102
+QUERY_TOKENS = 62
+DOCUMENT_TOKENS = 400
 
 
 class Texts:
@@ -39,15 +41,15 @@ class Texts:
 
 def padded(ids: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
     """Ids and which of them are none of the padding, both (N, S)."""
-    lengths = [len(each) for each in ids]
+    lengths = [len(row) for row in ids]
     width = max(lengths)
-    rows = [[*each, *[0] * (width - len(each))] for each in ids]
+    rows = [[*row, *[0] * (width - len(row))] for row in ids]
     valid = torch.arange(width) < torch.tensor(lengths)[:, None]
     return torch.tensor(rows).to(device), valid.to(device)
 
 
 def inner(valid: Tensor) -> Tensor:
-    """Which of [CLS] text [SEP] are the text's own; all of them where none is."""
+    """Which tokens of [CLS] text [SEP] are the text's; all of them for an empty text."""
     own = valid.clone()
     own[:, 0] = False
     own[torch.arange(len(valid)), valid.sum(1) - 1] = False

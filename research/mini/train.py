@@ -74,12 +74,12 @@ def label_loss(scores: Tensor, relevant: Tensor) -> Tensor:
 
 @dataclass
 class Anchor:
-    """What the model that the training starts from says of some lists.
+    """Output of the model that the training starts from, for some lists of a batch.
 
     Attributes:
         queries: Numbers of the lists in their batch.
         texts: Numbers of their texts.
-        output: Of these lists and texts.
+        output: The output for these lists and texts.
     """
 
     queries: list[int]
@@ -109,9 +109,14 @@ class Objective:
         zero = torch.zeros((), device=device)
         names = ("labels", "shift", "teacher", "absent", "answered", "pooled", "strangers")
         parts = dict.fromkeys(names, zero)
-        queries = [None if q is None else self.teacher(q) for q in batch.clean]
-        passages = [[self.teacher(part) for part in own] for own in batch.parts]
-        answered, unanswered = [], []
+        queries = []
+        for query_text in batch.clean:
+            queries.append(None if query_text is None else self.teacher(query_text))
+        passages = []
+        for parts_of_text in batch.parts:
+            passages.append([self.teacher(part) for part in parts_of_text])
+        answered = []
+        unanswered = []
         count = len(batch.queries)
         for query, labels in enumerate(batch.labels):
             if not labels:
@@ -183,13 +188,7 @@ class Objective:
         groups = set().union(*(batch.groups[place] for place in labels))
         nearest = -1.0
         if target is not None:
-            cosines = [
-                float(target @ row)
-                for place, relevant in labels.items()
-                for row in passages[place]
-                if row is not None and (relevant or not any(labels.values()))
-            ]
-            nearest = max(cosines, default=-1.0)
+            nearest = greatest_cosine(labels, target, passages)
         strange = []
         for place in range(len(batch.texts)):
             if place in labels:
@@ -231,6 +230,30 @@ class Objective:
             torch.stack([passages[p][0] for p in texts]).to(device),
             self.weights["sharpness"],
         )
+
+
+def greatest_cosine(
+    labels: dict[int, bool], target: Tensor, passages: list[list[Tensor | None]]
+) -> float:
+    """The teacher's greatest cosine of a query with its answers; with all texts without an answer.
+
+    Args:
+        labels: Text -> whether it is relevant, of the query's list.
+        target: The teacher's embedding of the query.
+        passages: The teacher's embeddings of each text's passages.
+
+    Returns:
+        The cosine; -1 if the teacher has read none of the texts.
+    """
+    greatest = -1.0
+    has_answer = any(labels.values())
+    for place, relevant in labels.items():
+        if has_answer and not relevant:
+            continue
+        for row in passages[place]:
+            if row is not None:
+                greatest = max(greatest, float(target @ row))
+    return greatest
 
 
 def order_of_start(batch: Batch, query: int, row: int, anchor: Anchor, output: Output) -> Tensor:
@@ -338,7 +361,7 @@ class Training:
 
     @torch.no_grad()
     def anchor(self, batch: Batch) -> Anchor:
-        """What the model that the training starts from says of all lists but everyday's."""
+        """Output of the model that the training starts from, for all lists but everyday's."""
         other = (EVERYDAY, "greetings")
         lists = [number for number, source in enumerate(batch.sources) if source not in other]
         clean, places = without_typos(batch, lists)
