@@ -12,7 +12,7 @@ from langchain_core.tools import BaseTool
 from langchain_core.tools.retriever import RetrieverInput
 
 from ..errors import nearest
-from ..reading.titles import lines_before
+from ..reading.documents import lines_before
 from .adapter import WEAK
 
 logger = logging.getLogger(__name__)

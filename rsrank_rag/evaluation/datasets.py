@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import BaseModel, Field, StrictBool, ValidationError
 
 from ..errors import InputError, problems_of
-from ..reading.titles import lines_before
+from ..reading.documents import lines_before
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from rsrank_rag.reading.titles import lines_before
+from rsrank_rag.reading.documents import lines_before
 
 TEXT = "Employees get 28 days of annual leave."
 
