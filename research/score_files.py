@@ -12,7 +12,7 @@ from rsrank_rag.errors import InputError
 from rsrank_rag.evaluation.datasets import LabelledQuery
 from rsrank_rag.evaluation.evaluate import score_dataset
 from rsrank_rag.evaluation.metrics import ScoredQuery
-from rsrank_rag.method.arrays import to_numpy
+from rsrank_rag.method.formula import to_numpy
 from rsrank_rag.partial_files import write_text
 from rsrank_rag.reranker import Reranker
 

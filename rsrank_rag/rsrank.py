@@ -18,7 +18,7 @@ from .artifact.saving import PushOptions, push_artifact, save_artifact
 from .backends.options import LoadArguments, LoadOptions, ModelSource
 from .errors import InputError, check_names, check_text, finite, problems_of, too_large
 from .method.batches import DoesNotFitError, Ids, token_budget_for
-from .method.formula import similarity_windows
+from .method.formula import Weights, similarity_windows
 from .method.scoring import Row, RowTerms, ShiftReader, row_terms, score_in_batches
 from .method.template import PromptTokenizer, TokenisedDocument, TokenisedQuery
 from .prefixes.cache import CachedPrefixes, PrefixTiers
@@ -28,7 +28,6 @@ from .reranker import BLANK_SCORE, Pair, PairLike, Reranker, Scored, as_list, as
 if TYPE_CHECKING:
     from .backends.base import LanguageModel
     from .backends.torch.projection import Projection
-    from .method.formula import Weights
 
 # A token of a query attends to so many tokens in the time in which the model runs one token.
 # Measured with `mini` on a CPU, with queries of 10 to 500 tokens: 150 to 300.

@@ -13,8 +13,7 @@ from safetensors.numpy import save
 
 from ..backends.options import ENCODER_FILES, LoadOptions
 from ..errors import ArtifactError, BackboneError, nearest
-from ..method.arrays import Array, to_numpy
-from ..method.formula import Weights
+from ..method.formula import Array, Weights, to_numpy
 from ..partial_files import replacing
 from .card import is_hub_id, model_card
 from .config import INSIDE, RSRankConfig, content_digest

@@ -14,12 +14,11 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
-from ..method.arrays import Array
 from ..method.batches import Ids
+from ..method.formula import Array, Weights
 from ..method.prefix import Prefix, Prefixes, Show
 
 if TYPE_CHECKING:
-    from ..method.formula import Weights
     from .torch.projection import Projection
 
 # Null prefixes that are remembered: one for each template in use.

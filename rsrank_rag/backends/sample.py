@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..method.arrays import Array, to_numpy
 from ..method.batches import Ids
+from ..method.formula import Array, to_numpy
 
 # Tokens of the fixed text.
 TOKENS = 9

@@ -1,7 +1,8 @@
 """The formula of a score: the shift of the query's value vectors, B, and similarity.
 
 Everything that scores calls these functions: a batch, an explanation, and training. Arrays are
-torch tensors, or numpy arrays where the model runs without torch.
+torch tensors, or numpy arrays where the model runs without torch. `namespace`, `cast` and
+`to_numpy` are the calls in which the two differ.
 
 B is the only trained part of the paper's method: one small matrix for each layer and KV head. An
 artifact may also weigh heads, and add similarity terms; neither is in the paper.
@@ -10,11 +11,18 @@ Axes: L layers, H KV heads, P projection dimension, D head dimension, N document
 S document tokens, W similarity windows of a document, of which the first is the whole document.
 """
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .arrays import Array, cast, namespace
+import numpy as np
+
+Array = Any
+"""A numpy array or a torch tensor."""
+
+Numbers = np.ndarray[Any, Any]
+"""A numpy array."""
 
 # The least length by which a projected shift is divided. The cosine of a shorter shift goes to 0
 # with its length.
@@ -23,6 +31,26 @@ EPSILON = 1e-6
 # Document tokens in one product. OpenBLAS, which numpy multiplies with, takes several threads from
 # 262,144 multiplications on, and starting them takes longer than products of this size do.
 COLUMNS = 64
+
+
+def namespace(array: Any) -> Any:
+    """The module of an array or a dtype: numpy or torch."""
+    return sys.modules[type(array).__module__.partition(".")[0]]
+
+
+def cast(array: Array, dtype: str) -> Array:
+    """The array in the dtype of this name; not a copy if the array already has this dtype."""
+    kind = getattr(namespace(array), dtype)
+    if isinstance(array, np.ndarray | np.generic):
+        return array.astype(kind, copy=False)
+    return array.to(kind)
+
+
+def to_numpy(array: Array) -> Numbers:
+    """A numpy array with the same numbers, in host memory."""
+    if isinstance(array, np.ndarray | np.generic):
+        return np.asarray(array)
+    return np.asarray(array.detach().cpu())
 
 
 def representational_shift(conditioned: Array, alone: Array) -> Array:

@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import Self
 
-from .arrays import Array, cast, namespace
-from .formula import similarity_windows
+from .formula import Array, cast, namespace, similarity_windows
 
 Show = Callable[[int, Array], object]
 """Receives a layer's index and its value vectors, (N, H, T, D)."""

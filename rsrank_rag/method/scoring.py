@@ -17,17 +17,21 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import TYPE_CHECKING, NamedTuple
 
-from .arrays import Array, Numbers, cast, namespace, to_numpy
 from .batches import Batches, Ids, device_kind
 from .formula import (
+    Array,
+    Numbers,
     Weights,
+    cast,
     combine,
     cosine,
     maxsim,
+    namespace,
     representational_shift,
     shift_terms,
     similarity_terms,
     similarity_windows,
+    to_numpy,
     token_mean,
     token_shares,
 )

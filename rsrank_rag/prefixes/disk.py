@@ -14,8 +14,7 @@ import numpy as np
 from safetensors.numpy import load, save
 from typing_extensions import Self
 
-from ..method.arrays import Numbers, cast, namespace, to_numpy
-from ..method.formula import similarity_windows
+from ..method.formula import Numbers, cast, namespace, similarity_windows, to_numpy
 from ..method.prefix import Prefix
 from ..partial_files import appearing, remove_stale
 

@@ -14,8 +14,7 @@ from pydantic import ValidationError
 
 from rsrank_rag import RSRank
 from rsrank_rag.artifact import hub
-from rsrank_rag.method.arrays import to_numpy
-from rsrank_rag.method.formula import similarity_windows
+from rsrank_rag.method.formula import similarity_windows, to_numpy
 from rsrank_rag.method.prefix import pooled
 
 ROOT = Path(__file__).parents[2]

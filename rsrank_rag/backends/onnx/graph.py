@@ -19,7 +19,7 @@ import numpy as np
 from typing_extensions import Self
 
 from ...errors import needs
-from ...method.arrays import Numbers
+from ...method.formula import Numbers
 
 with needs("Making the graphs of an encoder needs {}.", "lm", "onnx"):
     from onnx import ModelProto, TensorProto, helper, numpy_helper

@@ -9,8 +9,8 @@ from typing import Any
 
 from safetensors import safe_open
 
-from ...method.arrays import Numbers
 from ...method.batches import Ids
+from ...method.formula import Numbers
 from .graph import Encoder, places_in
 from .quantisation import fixed_parameters, ranges
 from .session import LARGEST_WEIGHTS, WEIGHTS, Embeddings, Session

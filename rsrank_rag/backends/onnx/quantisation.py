@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...method.arrays import Numbers
+from ...method.formula import Numbers
 
 if TYPE_CHECKING:
     from ...method.template import PromptTokenizer

@@ -20,8 +20,8 @@ import onnxruntime
 from safetensors import safe_open
 
 from ...errors import ArtifactError, BackboneError, MissingDependencyError, pip_install
-from ...method.arrays import Numbers
 from ...method.batches import Ids
+from ...method.formula import Numbers
 from ...method.prefix import Prefix, Prefixes, Show, attention_band, pooled
 from ..base import LanguageModel
 from ..options import ENCODER_FILES
