@@ -165,7 +165,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     )
     store = ranker.cache.tiers
     ranker.score(QUERY, documents)
-    prefixes = dict(store.on_device.entries)
+    prefixes = dict(store.in_memory)
 
     def system(name: str, score: Score, prepare: Callable[[], object] = lambda: None) -> System:
         return System(name, lambda: score(QUERY, documents), prepare)
@@ -174,7 +174,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         def prepare() -> None:
             store.clear()
             for key in list(prefixes)[: round(share * len(prefixes))]:
-                store.on_device.put(key, prefixes[key])
+                store.add(key, prefixes[key])
 
         return prepare
 

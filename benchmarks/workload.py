@@ -98,7 +98,7 @@ def question(tokens: int) -> str:
 def on_torch(name: str = "mini", **options: Any) -> RSRank:
     """An encoder on torch, also on a CPU, without a prefix cache."""
     source = ModelSource(name=name, **options)
-    return RSRank(*open_artifact(source, on_onnx=False), cache_size=0)
+    return RSRank(*open_artifact(source, on_onnx=False), ModelSource(cache_size=0))
 
 
 def load(
@@ -138,7 +138,9 @@ def load(
         tokenizer().save_pretrained(folder)
         projection = Projection.random(range(1, config.num_hidden_layers), heads, width // 2, width)
         ranker = RSRank.from_backbone(folder, projection, template=TEMPLATE, options=options)
-    return RSRank(ranker.backbone, ranker.prompts, ranker.projection, ranker.config, cache_size=0)
+    return RSRank(
+        ranker.backbone, ranker.prompts, ranker.projection, ranker.config, ModelSource(cache_size=0)
+    )
 
 
 def keep_share(ranker: RSRank, documents: list[str], share: float, query: str = QUERY) -> None:

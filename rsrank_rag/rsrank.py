@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 # Measured with `mini` on a CPU, with queries of 10 to 500 tokens: 150 to 300.
 ATTENDED_PER_TOKEN = 192
 
+DEFAULT_SETTINGS = ModelSource()
+
 
 class RSRank(Reranker):
     """Scores a document by the shift of the query's value vectors (arXiv 2606.17468).
@@ -44,13 +46,10 @@ class RSRank(Reranker):
         prompts: Its tokenizer with the artifact's template.
         projection: B and its optional weights.
         config: The artifact's config.
-        token_budget: As in `ModelSource`.
-        cache_size: As in `ModelSource`.
-        cache_folder: As in `ModelSource`.
-        deterministic: As in `ModelSource`.
+        settings: Its token budget and prefix cache.
 
     Raises:
-        InputError: An argument is out of range.
+        InputError: The prefix cache's folder cannot be used.
     """
 
     # Measured: long articles are ranked and selected better in windows (docs/benchmarks.md).
@@ -62,18 +61,8 @@ class RSRank(Reranker):
         prompts: PromptTokenizer,
         projection: "Projection | Weights",
         config: RSRankConfig,
-        *,
-        token_budget: int | None = None,
-        cache_size: int | str | None = None,
-        cache_folder: str | Path | None = None,
-        deterministic: bool = False,
+        settings: ModelSource = DEFAULT_SETTINGS,
     ) -> None:
-        arguments: dict[str, Any] = {
-            "token_budget": token_budget,
-            "cache_size": cache_size,
-            "cache_folder": cache_folder,
-        }
-        settings = ModelSource(**arguments)
         self.backbone = backbone
         self.prompts = prompts
         self.projection = backbone.frozen(projection)
@@ -83,13 +72,18 @@ class RSRank(Reranker):
         self.max_gap = config.max_gap
         self.fallback = config.fallback
         self.labelled_data = config.training.data
-        tiers = PrefixTiers.of(settings, device=backbone.device, dtype=backbone.dtype)
+        tiers = PrefixTiers.of(
+            settings.cache_size,
+            settings.cache_folder,
+            device=backbone.device,
+            dtype=backbone.dtype,
+        )
         # Only a folder can hold prefixes of other models. Without one, the weights are not hashed.
         identity = prefix_identity(backbone, config) if tiers.disk is not None else {}
         self.cache = CachedPrefixes(identity, tiers)
         self.reader = ShiftReader(backbone, prompts, config.layers, self.cache)
-        self.token_budget = token_budget or token_budget_for(backbone.device)
-        if deterministic:
+        self.token_budget = settings.token_budget or token_budget_for(backbone.device)
+        if settings.deterministic:
             # One row a batch: no number depends on the other rows.
             self.token_budget = 1
 
@@ -117,13 +111,7 @@ class RSRank(Reranker):
         # Pydantic checks and converts them.
         arguments: dict[str, Any] = {"name": name, **options}
         source = ModelSource(**arguments)
-        ranker = cls(
-            *open_artifact(source),
-            token_budget=source.token_budget,
-            cache_size=source.cache_size,
-            cache_folder=source.cache_folder,
-            deterministic=source.deterministic,
-        )
+        ranker = cls(*open_artifact(source), source)
         ranker.name = source.name
         return ranker
 

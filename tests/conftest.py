@@ -264,12 +264,7 @@ def unkept(ranker: RSRank) -> RSRank:
 def on_torch(name: str | Path = "mini", **options: object) -> RSRank:
     """An artifact on torch, on the CPU in float32, where ONNX Runtime could run it, too."""
     source = ModelSource(**{"name": name, "device": "cpu", "dtype": "float32", **options})
-    return RSRank(
-        *open_artifact(source, on_onnx=False),
-        cache_size=source.cache_size,
-        cache_folder=source.cache_folder,
-        deterministic=source.deterministic,
-    )
+    return RSRank(*open_artifact(source, on_onnx=False), source)
 
 
 def copy_with(artifact: Path, copy: Path, **fields: object) -> Path:

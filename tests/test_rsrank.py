@@ -30,7 +30,7 @@ from hypothesis import strategies as st
 from transformers import AutoModel
 
 from rsrank_rag import Explanation, RSRank
-from rsrank_rag.backends.options import LoadOptions
+from rsrank_rag.backends.options import LoadOptions, ModelSource
 from rsrank_rag.backends.torch.projection import Projection
 from rsrank_rag.errors import BackboneError, InputError, MissingDependencyError, ScoringError
 from rsrank_rag.method.batches import TOKEN_BUDGET, Batches
@@ -64,7 +64,7 @@ STORIES_QUERIES = ["What did Lily throw to her dog?", "Why was Tom sad?"]
 def budgeted(ranker, budget):
     """The same ranker with another token budget."""
     parts = (ranker.backbone, ranker.prompts, ranker.projection, ranker.config)
-    return RSRank(*parts, token_budget=budget, cache_size=0)
+    return RSRank(*parts, ModelSource(token_budget=budget, cache_size=0))
 
 
 def all_scores(ranker, queries=QUERIES, documents=DOCUMENTS):
@@ -547,7 +547,7 @@ LIMITED = """
     options = LoadOptions(device="cpu", dtype="float32", local_files_only=True)
     ranker = RSRank.from_backbone(folder, Projection.random([1, 2], 2, 8, 16), options=options)
     ranker.cache.tiers.is_on = False
-    ranker.cache.tiers.on_device.limit = 0
+    ranker.cache.tiers.limit = 0
     documents = ["lamp " * (20 + i) for i in range(8)]
     expected = ranker.score("bridge?", documents)
     used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()

@@ -24,10 +24,9 @@ from pydantic import (
 )
 from typing_extensions import Self
 
-from ..backends.options import DeviceSettings, ModelSource, Name, with_dtype
+from ..backends.options import CacheSettings, DeviceSettings, ModelSource, Name, with_dtype
 from ..cancellation import waiting
 from ..errors import InputError, RSRankError, check_names, nearest
-from ..prefixes.cache_settings import CacheSettings
 from ..ranking import shadow
 from ..reading.documents import InputDocument
 from ..reading.parts import LongDocuments, Reading

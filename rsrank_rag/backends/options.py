@@ -6,21 +6,25 @@ are made before anything is loaded.
 
 from __future__ import annotations
 
+import os
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
+    ByteSize,
     ConfigDict,
     Field,
+    TypeAdapter,
     ValidationError,
     model_validator,
 )
+from typing_extensions import Self
 
 from ..errors import InputError, pip_install, problems_of
-from ..prefixes.cache_settings import CacheSettings, as_text
 
 if TYPE_CHECKING:
     import torch
@@ -39,6 +43,31 @@ QUANTISED_ARGUMENTS = {"load_in_8bit": "int8", "load_in_4bit": "nf4"}
 ENCODER_FILES = ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
 
 
+_SIZE = TypeAdapter[ByteSize](Annotated[ByteSize, Field(ge=0)])
+
+
+def as_bytes(size: Any) -> int:
+    """Bytes of a size: a whole number, or a text such as ``"512MB"``, ``"1.5 GB"`` or ``"2GiB"``.
+
+    Raises:
+        InputError: It is no size.
+
+    >>> as_bytes("512MB"), as_bytes("2g"), as_bytes(5000)
+    (512000000, 2000000000, 5000)
+    """
+    try:
+        if isinstance(size, (bool, float)):
+            raise TypeError
+        return int(_SIZE.validate_python(size))
+    except (ValidationError, TypeError):
+        raise InputError(f"{size!r} is no size. Write bytes, or such as '512MB'.") from None
+
+
+def as_text(path: Any) -> Any:
+    """A path as text; any other value as it is."""
+    return os.fspath(path) if isinstance(path, os.PathLike) else path
+
+
 def _as_name(value: Any) -> Any:
     # A device or a dtype, for whose check torch need not be imported.
     if type(value).__module__.partition(".")[0] == "torch":
@@ -48,6 +77,10 @@ def _as_name(value: Any) -> Any:
 
 # A text that users may also pass as a path, a device or a dtype.
 Name = Annotated[str, BeforeValidator(_as_name)]
+Size = Annotated[int, BeforeValidator(as_bytes)]
+Folder = Annotated[
+    str, BeforeValidator(as_text), Field(min_length=1), AfterValidator(os.path.expanduser)
+]
 
 
 def with_dtype(settings: Any) -> Any:
@@ -68,6 +101,25 @@ def with_dtype(settings: Any) -> Any:
             )
         changed["dtype"] = dtype
     return changed
+
+
+class CacheSettings(BaseModel, use_attribute_docstrings=True):
+    """Where prefixes are cached, for adapters and commands."""
+
+    cache_size: Size | None = None
+    """Most bytes of cached prefixes, such as 512MB; 0: no cache. Default: 10GB in a folder, else a
+    share of the memory."""
+    cache_folder: Folder | None = None
+    """Folder for cached prefixes, in 8 bits. Default: they are cached in memory only."""
+
+    @model_validator(mode="after")
+    def _a_folder_needs_bytes(self) -> Self:
+        if self.cache_folder is not None and self.cache_size == 0:
+            raise InputError(
+                "cache_size=0 switches the cache off, so cache_folder would have no effect. "
+                "Leave one of the two out."
+            )
+        return self
 
 
 class DeviceSettings(BaseModel, use_attribute_docstrings=True):

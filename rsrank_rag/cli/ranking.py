@@ -14,9 +14,8 @@ from click import echo, option
 
 from ..adapters.kinds import load as load_reranker
 from ..adapters.kinds import parse
-from ..backends.options import LoadOptions, ModelSource
+from ..backends.options import CacheSettings, LoadOptions, ModelSource
 from ..errors import InputError
-from ..prefixes.cache_settings import CacheSettings
 from ..ranking.explanation import Explanation
 from ..ranking.rule import passes
 from ..texts import encodable

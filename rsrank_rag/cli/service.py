@@ -21,8 +21,7 @@ from tqdm import tqdm
 
 from ..adapters.kinds import load as load_reranker
 from ..adapters.kinds import parse
-from ..backends.options import LoadOptions, ModelSource
-from ..prefixes.cache_settings import CacheSettings
+from ..backends.options import CacheSettings, LoadOptions, ModelSource
 from ..service.settings import Options, Settings
 from .options import command, revision_option, system_option
 

@@ -12,6 +12,7 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,13 +25,15 @@ from ..errors import InputError
 from ..method.batches import Batches, Ids, device_kind
 from ..method.prefix import Prefix, Prefixes
 from ..method.scoring import Row
-from .cache_settings import FOLDER_BYTES, CacheSettings, memory_share
 from .disk import FORMAT, Disk, PackedPrefix
 
 if TYPE_CHECKING:
     from ..backends.base import LanguageModel
 
 logger = logging.getLogger(__name__)
+
+# Bytes of a folder, by default.
+FOLDER_BYTES = 10_000_000_000
 
 
 @dataclass
@@ -62,125 +65,77 @@ class Statistics:
     disk_limit: int = 0
 
 
-NO_COUNTS = Statistics()
-
-
-class _Memory:
-    """The prefixes of one process that were used last, in at most ``limit`` bytes, and its counts.
-
-    The caller holds ``lock``.
-    """
-
-    def __init__(
-        self,
-        limit: int,
-        entries: Mapping[str, Prefix] | None = None,
-        counts: Statistics = NO_COUNTS,
-    ) -> None:
-        self.process = os.getpid()
-        self.lock = threading.Lock()
-        self.limit = limit
-        self.entries = OrderedDict(entries or {})
-        self.bytes = sum(map(_size, self.entries.values()))
-        self.counts = replace(counts)
-
-    def get(self, key: str) -> Prefix | None:
-        prefix = self.entries.get(key)
-        if prefix is not None:
-            self.entries.move_to_end(key)
-        return prefix
-
-    def put(self, key: str, prefix: Prefix) -> None:
-        """Add a prefix, if it fits at all, in place of those that were not used for longest."""
-        size = _size(prefix)
-        if key in self.entries or size > self.limit:
-            return
-        while self.bytes + size > self.limit:
-            _, oldest = self.entries.popitem(last=False)
-            self.bytes -= _size(oldest)
-            self.counts.evictions += 1
-        self.entries[key] = prefix
-        self.bytes += size
-
-
-def _size(prefix: Prefix) -> int:
-    return int(prefix.states.nbytes + prefix.pooled.nbytes)
-
-
 class PrefixTiers:
     """Prefixes by key, in memory and on disk. Safe for threads; processes may share the folder.
 
     Args:
-        limit: The most bytes in memory.
+        limit: The most bytes in memory. The prefixes that were not used for longest leave it first.
         disk: A folder; None for memory alone.
         device: Where prefixes are used.
         dtype: The dtype of keys and values there.
     """
 
     def __init__(self, limit: int, disk: Disk | None = None, *, device: Any, dtype: Any) -> None:
+        self.limit = limit
+        self.disk = disk
         self.device = device
         self.dtype = dtype
-        self.disk = disk
         self.is_on = limit > 0 or disk is not None
-        self._memory = _Memory(limit)
+        # The one that was used last is at the end.
+        self.in_memory = OrderedDict[str, Prefix]()
+        self.counts = Statistics()
+        self._locks: dict[int, threading.Lock] = {}
 
     @classmethod
-    def of(cls, settings: CacheSettings, *, device: Any, dtype: Any) -> Self:
-        """Make them as settings say.
+    def of(cls, size: int | None, folder: str | None, *, device: Any, dtype: Any) -> Self:
+        """Make them as the settings ``cache_size`` and ``cache_folder`` say.
 
         Raises:
             InputError: The folder cannot be made or read.
         """
-        size = settings.cache_size
-        if settings.cache_folder is None:
+        if folder is None:
             return cls(_default_bytes(device) if size is None else size, device=device, dtype=dtype)
         try:
-            disk = Disk(Path(settings.cache_folder), FOLDER_BYTES if size is None else size)
+            disk = Disk(Path(folder), FOLDER_BYTES if size is None else size)
         except OSError as error:
             raise InputError(
-                f"Prefixes cannot be cached in {settings.cache_folder!r}: {error}. "
-                "Give another folder."
+                f"Prefixes cannot be cached in {folder!r}: {error}. Give another folder."
             ) from error
         return cls(min(_default_bytes(device), disk.limit), disk, device=device, dtype=dtype)
 
     @property
-    def on_device(self) -> _Memory:
-        """The memory of this process.
+    def lock(self) -> threading.Lock:
+        """Held while the memory or the counts change.
 
-        A forked process gets a copy, because another thread may hold the lock when it is forked.
+        Each process has its own, because a thread may hold its parent's when it is forked.
         """
-        memory = self._memory
-        if memory.process != os.getpid():
-            memory = _Memory(memory.limit, memory.entries, memory.counts)
-            self._memory = memory
-        return memory
+        return self._locks.setdefault(os.getpid(), threading.Lock())
 
     def cached(self, keys: Collection[str]) -> set[str]:
         """Those of some keys that have a prefix."""
-        memory = self.on_device
-        with memory.lock:
-            cached = {key for key in keys if key in memory.entries}
+        with self.lock:
+            cached = {key for key in keys if key in self.in_memory}
         if self.disk is not None:
             cached |= {key for key in keys if key in self.disk}
         return cached
 
     def get(self, key: str) -> Prefix | None:
         """A cached prefix, on the device; None if there is none."""
-        memory = self.on_device
-        with memory.lock:
-            prefix = memory.get(key)
+        with self.lock:
+            prefix = self.in_memory.get(key)
             if prefix is not None:
-                memory.counts.device_hits += 1
+                self.in_memory.move_to_end(key)
+                self.counts.device_hits += 1
                 return prefix
         packed = self.read_file(key)
-        with memory.lock:
-            if packed is None:
-                memory.counts.misses += 1
-                return None
-            memory.counts.disk_hits += 1
-        prefix = packed.unpack(self.device, self.dtype)
-        with memory.lock:
-            memory.put(key, prefix)
+        if packed is not None:
+            prefix = packed.unpack(self.device, self.dtype)
+        with self.lock:
+            if prefix is None:
+                self.counts.misses += 1
+            else:
+                self.counts.disk_hits += 1
+                self.add(key, prefix)
         return prefix
 
     def put(self, key: str, prefix: Prefix) -> Prefix:
@@ -190,10 +145,20 @@ class PrefixTiers:
             if packed is not None:
                 prefix = packed.unpack(self.device, self.dtype)
                 self._write_file(self.disk, key, packed)
-        memory = self.on_device
-        with memory.lock:
-            memory.put(key, prefix)
+        with self.lock:
+            self.add(key, prefix)
         return prefix
+
+    def add(self, key: str, prefix: Prefix) -> None:
+        """Add a prefix to the memory, if it fits at all. The caller holds the lock."""
+        if key in self.in_memory or prefix.nbytes > self.limit:
+            return
+        while self.in_memory and self.counts.device_bytes + prefix.nbytes > self.limit:
+            _, oldest = self.in_memory.popitem(last=False)
+            self.counts.device_bytes -= oldest.nbytes
+            self.counts.evictions += 1
+        self.in_memory[key] = prefix
+        self.counts.device_bytes += prefix.nbytes
 
     def read_file(self, key: str) -> PackedPrefix | None:
         """A prefix on disk; None if there is none. A damaged file is counted and removed."""
@@ -201,32 +166,29 @@ class PrefixTiers:
             return None if self.disk is None else self.disk.get(key)
         except ValueError as error:
             logger.warning("A cached prefix is damaged and is computed again: %s", error)
-            memory = self.on_device
-            with memory.lock:
-                memory.counts.corrupt += 1
+            with self.lock:
+                self.counts.corrupt += 1
         return None
 
     def _write_file(self, disk: Disk, key: str, packed: PackedPrefix) -> None:
         """Write a prefix to disk. The first error is logged, and all are counted."""
-        memory = self.on_device
         try:
             evicted = disk.put(key, packed)
         except OSError as error:
-            with memory.lock:
-                memory.counts.write_errors += 1
-            if memory.counts.write_errors == 1:
+            with self.lock:
+                self.counts.write_errors += 1
+            if self.counts.write_errors == 1:
                 logger.warning(
                     "Prefixes cannot be written to %s: %s. Going on.", disk.folder, error
                 )
             return
-        with memory.lock:
-            memory.counts.evictions += evicted
+        with self.lock:
+            self.counts.evictions += evicted
 
     def stats(self) -> dict[str, int]:
         """The fields of `Statistics`."""
-        memory = self.on_device
-        with memory.lock:
-            counts = replace(memory.counts, device_bytes=memory.bytes, device_limit=memory.limit)
+        with self.lock:
+            counts = replace(self.counts, device_limit=self.limit)
         if self.disk is not None:
             counts.disk_bytes = self.disk.bytes
             counts.disk_limit = self.disk.limit
@@ -234,8 +196,9 @@ class PrefixTiers:
 
     def clear(self) -> None:
         """Forget what is in memory; files stay."""
-        memory = self.on_device
-        self._memory = _Memory(memory.limit, counts=memory.counts)
+        with self.lock:
+            self.in_memory.clear()
+            self.counts.device_bytes = 0
 
 
 class CachedPrefixes:
@@ -376,3 +339,15 @@ def _default_bytes(device: Any) -> int:
         return mem_get_info(device)[0] // 4
     # On MPS, the device's memory is the machine's.
     return memory_share()
+
+
+def memory_share(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """A twentieth of the memory of the machine or its container: 128 MB at least, 2 GB at most."""
+    sizes = []
+    if hasattr(os, "sysconf"):
+        sizes.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    # Versions 2 and 1 of control groups. A file is absent, or says "max", where there is no limit.
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        with suppress(OSError, ValueError):
+            sizes.append(int((cgroup / name).read_text()))
+    return min(max(min(sizes, default=0) // 20, 128_000_000), 2_000_000_000)

@@ -472,7 +472,7 @@ async def test_a_cancelled_call_gives_up_its_place_in_the_queue(adapter):
 @both
 async def test_a_cancelled_call_that_runs_ends_before_its_next_batch(adapter, ranker, monkeypatch):
     parts = (ranker.backbone, ranker.prompts, ranker.projection, ranker.config)
-    made = adapter(model=RSRank(*parts, token_budget=1, cache_size=0), threshold=None)
+    made = adapter(model=RSRank(*parts, ModelSource(token_budget=1, cache_size=0)), threshold=None)
     begun, gate, batches = threading.Event(), threading.Event(), []
 
     def gated(reader, projection, batch):

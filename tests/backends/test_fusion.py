@@ -26,7 +26,7 @@ from transformers import AutoModel
 
 from rsrank_rag import RSRank
 from rsrank_rag.artifact import hub
-from rsrank_rag.backends.options import LoadOptions
+from rsrank_rag.backends.options import LoadOptions, ModelSource
 from rsrank_rag.backends.torch.check import open_backbone
 from rsrank_rag.backends.torch.fusion import layers_of
 from rsrank_rag.backends.torch.projection import Projection
@@ -246,7 +246,9 @@ def test_scores_are_the_same_cold_warm_joined_and_alone(kind, where, window, fus
     folder = tmp_path if where == "disk" else None
 
     def fresh():
-        return RSRank(own.backbone, own.prompts, own.projection, own.config, cache_folder=folder)
+        return RSRank(
+            own.backbone, own.prompts, own.projection, own.config, ModelSource(cache_folder=folder)
+        )
 
     ranker = fresh()
     cold = [ranker.score(query, DOCUMENTS) for query in QUERIES]
@@ -290,7 +292,11 @@ def test_an_attention_window_in_a_decoder_is_refused(fused):
 def test_a_query_runs_once_below_the_fusion_layer_in_each_batch_of_documents(fused):
     own, runs = fused("qwen3"), {0: [], LAYERS - 1: []}
     ranker = RSRank(
-        own.backbone, own.prompts, own.projection, own.config, cache_size=0, token_budget=60
+        own.backbone,
+        own.prompts,
+        own.projection,
+        own.config,
+        ModelSource(cache_size=0, token_budget=60),
     )
     hooks = [
         layers_of(ranker.backbone.model)[number].self_attn.register_forward_pre_hook(
@@ -319,7 +325,9 @@ def test_entries_of_other_fusion_layers_or_windows_are_never_found(
     change, fused, tiny_folder, tmp_path
 ):
     own = fused("bert")
-    first = RSRank(own.backbone, own.prompts, own.projection, own.config, cache_folder=tmp_path)
+    first = RSRank(
+        own.backbone, own.prompts, own.projection, own.config, ModelSource(cache_folder=tmp_path)
+    )
     first.score(QUERY, DOCUMENTS)
     projection = weighted((3,), kv_heads("bert"), PROJECTION_DIM, HEAD_DIM)
     made = RSRank.from_backbone(
@@ -329,7 +337,13 @@ def test_entries_of_other_fusion_layers_or_windows_are_never_found(
         options=OPTIONS,
         **{"fusion_layer": FUSION} | change,
     )
-    other = RSRank(made.backbone, made.prompts, made.projection, made.config, cache_folder=tmp_path)
+    other = RSRank(
+        made.backbone,
+        made.prompts,
+        made.projection,
+        made.config,
+        ModelSource(cache_folder=tmp_path),
+    )
     assert other.score(QUERY, DOCUMENTS) == pytest.approx(
         unkept(made).score(QUERY, DOCUMENTS), abs=0.05
     )
@@ -439,5 +453,7 @@ def test_a_document_of_the_largest_length_fits(fused):
 
 def test_deterministic_keeps_the_fusion_layer(fused):
     own = fused("bert")
-    ranker = RSRank(own.backbone, own.prompts, own.projection, own.config, deterministic=True)
+    ranker = RSRank(
+        own.backbone, own.prompts, own.projection, own.config, ModelSource(deterministic=True)
+    )
     assert ranker.score(QUERY, DOCUMENTS) == pytest.approx(own.score(QUERY, DOCUMENTS), abs=1e-5)

@@ -29,7 +29,7 @@ from safetensors.torch import load_file, save_file
 
 from rsrank_rag import RSRank
 from rsrank_rag.artifact.identity import describe
-from rsrank_rag.backends.options import LoadOptions
+from rsrank_rag.backends.options import LoadOptions, ModelSource
 from rsrank_rag.backends.torch.check import open_backbone
 from rsrank_rag.backends.torch.loading import load_model, shortened
 from rsrank_rag.cli import app
@@ -167,7 +167,7 @@ def test_one_folder_of_prefixes_serves_both_ways_of_loading(tiny_folder, tmp_pat
             whole.prompts,
             whole.projection,
             whole.config,
-            cache_folder=tmp_path / "kept",
+            ModelSource(cache_folder=tmp_path / "kept"),
         ),
     ]
     for ranker in kept * 2:

@@ -11,6 +11,7 @@ from conftest import SHARED, on_torch, score_many
 from measures import f1_at
 
 from rsrank_rag import RSRank
+from rsrank_rag.backends.options import ModelSource
 from rsrank_rag.evaluation.datasets import read_labelled
 from rsrank_rag.evaluation.evaluate import score_dataset
 from rsrank_rag.evaluation.metrics import ranking_measures
@@ -108,7 +109,9 @@ def answers(load, folder):
 def test_the_same_pair_gets_the_same_score_in_every_way(dtype, tmp_path):
     first = RSRank.from_pretrained(device="cpu", dtype=dtype, deterministic=True)
     parts = (first.backbone, first.prompts, first.projection, first.config)
-    for ways in answers(lambda **options: RSRank(*parts, deterministic=True, **options), tmp_path):
+    for ways in answers(
+        lambda **options: RSRank(*parts, ModelSource(deterministic=True, **options)), tmp_path
+    ):
         expected = next(iter(ways.values()))
         assert len(set(expected)) == 3 * len(PASSAGES)
         for way, found in ways.items():

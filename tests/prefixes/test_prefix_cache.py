@@ -18,14 +18,14 @@ from click.testing import CliRunner
 from conftest import DOCUMENTS, QUERIES, QUERY, random_projection, score_many, unkept
 
 from rsrank_rag import RSRank
+from rsrank_rag.backends.options import CacheSettings, ModelSource, as_bytes
 from rsrank_rag.cli import app
 from rsrank_rag.errors import InputError, ScoringError
 from rsrank_rag.method.prefix import Prefix, Prefixes
 from rsrank_rag.method.scoring import Row
 from rsrank_rag.method.template import TokenisedQuery
 from rsrank_rag.partial_files import A_DAY
-from rsrank_rag.prefixes.cache import CachedPrefixes, PackedPrefix, PrefixTiers
-from rsrank_rag.prefixes.cache_settings import CacheSettings, as_bytes, memory_share
+from rsrank_rag.prefixes.cache import CachedPrefixes, PackedPrefix, PrefixTiers, memory_share
 from rsrank_rag.prefixes.disk import Disk
 
 LAYERS, HEADS, WIDTH = 3, 2, 8
@@ -414,7 +414,7 @@ prefill(store(folder={str(tmp_path / "kept")!r}), DOCS, Model())
 
 def keeping(ranker, folder=None, size=None):
     parts = (ranker.backbone, ranker.prompts, ranker.projection, ranker.config)
-    return RSRank(*parts, cache_size=size, cache_folder=folder)
+    return RSRank(*parts, ModelSource(cache_size=size, cache_folder=folder))
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gemma2", "bert"])
@@ -461,7 +461,9 @@ def test_prefixes_on_disk_serve_the_next_process_but_no_other_model(tiny_ranker,
     files = {**other.config.backbone.files, "model.safetensors": "the hash of other weights"}
     backbone = other.config.backbone.model_copy(update={"files": files})
     config = other.config.model_copy(update={"backbone": backbone})
-    foreign = RSRank(other.backbone, other.prompts, other.projection, config, cache_folder=tmp_path)
+    foreign = RSRank(
+        other.backbone, other.prompts, other.projection, config, ModelSource(cache_folder=tmp_path)
+    )
     assert identity_of(foreign.cache) != identity_of(again.cache)
 
 
@@ -547,7 +549,7 @@ def test_a_b_for_the_same_model_shares_its_prefixes(ranker, tmp_path):
         ranker.prompts,
         random_projection("qwen3", seed=8),
         ranker.config,
-        cache_folder=tmp_path,
+        ModelSource(cache_folder=tmp_path),
     )
     other.score(QUERY, DOCUMENTS)
     assert stats(other)["disk_hits"] == len(DOCUMENTS)
@@ -753,7 +755,7 @@ def test_a_forked_process_waits_for_no_thread_of_its_parent(tmp_path):
 
     child = multiprocessing.get_context("fork").Process(target=use)
     # As a thread that scores holds it for a moment.
-    with kept.tiers.on_device.lock:
+    with kept.tiers.lock:
         child.start()
         child.join(60)
     stuck = child.is_alive()

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rsrank_rag import Reranker, RSRank, Template
-from rsrank_rag.backends.options import LoadOptions
+from rsrank_rag.backends.options import LoadOptions, ModelSource
 from rsrank_rag.errors import InputError, ScoringError
 from rsrank_rag.reranker import BLANK_SCORE, Pair, Scored
 from rsrank_rag.rsrank import ATTENDED_PER_TOKEN
@@ -86,7 +86,7 @@ def test_any_scored_positions_are_found_in_every_row(positions, tiny_folder):
 )
 def test_any_pairs_in_any_batches_score_as_alone(ranker, chosen, budget):
     parts = (ranker.backbone, ranker.prompts, ranker.projection, ranker.config)
-    budgeted = RSRank(*parts, token_budget=budget, cache_size=0)
+    budgeted = RSRank(*parts, ModelSource(token_budget=budget, cache_size=0))
     pairs = [Pair((*QUERIES, LONG)[query], DOCUMENTS[document]) for query, document in chosen]
     assert together(budgeted, pairs) == pytest.approx(one_by_one(ranker, pairs), abs=EXACT)
 
@@ -94,7 +94,7 @@ def test_any_pairs_in_any_batches_score_as_alone(ranker, chosen, budget):
 def test_kept_documents_score_as_new_ones(tiny_folder):
     ranker = load_ranker(tiny_folder("qwen3"), "qwen3")
     parts = (ranker.backbone, ranker.prompts, ranker.projection, ranker.config)
-    keeping = RSRank(*parts, cache_size="64MB")
+    keeping = RSRank(*parts, ModelSource(cache_size="64MB"))
     pairs = [Pair(QUERIES[i % 3], f"{i} {text}") for i, text in enumerate(DOCUMENTS)]
     cold = together(keeping, pairs)
     warm = together(keeping, pairs)

@@ -10,6 +10,7 @@ from conftest import CORPUS, QUERY
 from service_helpers import address_of, client_of, scheduler
 
 from rsrank_rag import Reranker, RSRank
+from rsrank_rag.backends.options import ModelSource
 from rsrank_rag.cli import app
 from rsrank_rag.errors import InputError, ScoringError
 from rsrank_rag.reading.parts import (
@@ -407,7 +408,11 @@ def test_a_long_document_is_cut_before_anything_is_scored(tiny_ranker, monkeypat
 def test_what_was_read_ahead_of_time_is_not_read_again(tiny_ranker, tmp_path, options):
     made = tiny_ranker("qwen3")
     ranker = RSRank(
-        made.backbone, made.prompts, made.projection, made.config, cache_folder=str(tmp_path)
+        made.backbone,
+        made.prompts,
+        made.projection,
+        made.config,
+        ModelSource(cache_folder=str(tmp_path)),
     )
     texts = ["  ".join(CORPUS * 12), CORPUS[0], " \n"]
     parts = ranker.parts(texts, **options)

@@ -31,7 +31,6 @@ from rsrank_rag.backends.options import LoadOptions, ModelSource
 from rsrank_rag.cli import app
 from rsrank_rag.cli.service import KEYS
 from rsrank_rag.prefixes.cache import CachedPrefixes, PrefixTiers
-from rsrank_rag.prefixes.cache_settings import CacheSettings
 from rsrank_rag.ranking.rule import Rule
 from rsrank_rag.reranker import BLANK_SCORE
 from rsrank_rag.service import app as app_module
@@ -567,7 +566,7 @@ async def test_two_services_in_one_process_count_apart():
 
 def keep_prefixes(ranker, folder=None):
     core = ranker.backbone
-    tiers = PrefixTiers.of(CacheSettings(cache_folder=folder), device=core.device, dtype=core.dtype)
+    tiers = PrefixTiers.of(None, folder, device=core.device, dtype=core.dtype)
     ranker.cache = ranker.reader.cache = CachedPrefixes({}, tiers)
 
 
