@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import BaseModel, Field
 from typing_extensions import Unpack
 
-from .adapters.adapter import RerankerAdapter, Unranked, without_marks
+from .adapters.adapter import RerankerAdapter, Unranked
 from .errors import InputError, needs
 from .reading.documents import InputDocument
 from .reranker import Limits, RankResult
@@ -151,7 +151,7 @@ class RSRankCompressor(RerankerAdapter, BaseDocumentCompressor):
         copies = []
         for ranked in result.kept:
             document = documents[ranked.index]
-            metadata = {**without_marks(document.metadata), **self._marks(result, ranked)}
+            metadata = self._marked(document.metadata, result, ranked)
             if not isinstance(result, Unranked):
                 metadata[SCORE] = ranked.score
             update = {"page_content": ranked.extract, "metadata": metadata}

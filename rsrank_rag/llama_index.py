@@ -4,7 +4,7 @@ from typing import Any
 
 from pydantic import model_validator
 
-from .adapters.adapter import RerankerAdapter, Unranked, without_marks
+from .adapters.adapter import MARKS, RerankerAdapter, Unranked
 from .errors import InputError, needs
 from .reading.documents import InputDocument
 from .reranker import RankResult
@@ -102,7 +102,7 @@ class RSRankPostprocessor(RerankerAdapter, BaseNodePostprocessor):
         copies = []
         for ranked in result.kept:
             retrieved = nodes[ranked.index]
-            node = _copy_with(retrieved.node, self._marks(result, ranked))
+            node = _copy_with(retrieved.node, self._marked(retrieved.node.metadata, result, ranked))
             if ranked.excerpts:
                 node.set_content(ranked.extract)
             score = retrieved.score if isinstance(result, Unranked) else ranked.score
@@ -110,10 +110,11 @@ class RSRankPostprocessor(RerankerAdapter, BaseNodePostprocessor):
         return copies
 
 
-def _copy_with(node: BaseNode, marks: dict[str, Any]) -> BaseNode:
-    """A copy of a node with more metadata, which neither embeddings nor LLMs read."""
+def _copy_with(node: BaseNode, metadata: dict[str, Any]) -> BaseNode:
+    """A copy of a node with other metadata, of whose marks neither embeddings nor LLMs read any."""
+    marks = [name for name in MARKS if name in metadata]
     update = {
-        "metadata": {**without_marks(node.metadata), **marks},
+        "metadata": metadata,
         "excluded_embed_metadata_keys": [*node.excluded_embed_metadata_keys, *marks],
         "excluded_llm_metadata_keys": [*node.excluded_llm_metadata_keys, *marks],
     }

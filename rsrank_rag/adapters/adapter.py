@@ -24,7 +24,7 @@ from pydantic import (
 )
 from typing_extensions import Self
 
-from ..backends.options import CacheSettings, DeviceSettings, ModelSource, Name, with_dtype
+from ..backends.options import QUANTISED_ARGUMENTS, CacheSettings, DeviceSettings, ModelSource, Name
 from ..cancellation import waiting
 from ..errors import InputError, RSRankError, check_names, nearest
 from ..ranking import shadow
@@ -109,9 +109,10 @@ class ModelAdapter(DeviceSettings, CacheSettings):
     @model_validator(mode="before")
     @classmethod
     def _refuse_unknown_settings(cls, settings: Any) -> Any:
-        settings = with_dtype(settings)
         if isinstance(settings, dict):
-            for name in sorted(settings.keys() - cls.model_fields.keys()):
+            for name in sorted(
+                settings.keys() - cls.model_fields.keys() - QUANTISED_ARGUMENTS.keys()
+            ):
                 raise InputError(f"There is no setting {name!r}.{nearest(name, cls.model_fields)}")
         return settings
 
@@ -375,9 +376,14 @@ class RerankerAdapter(ModelAdapter):
             result = shadow.everything(result)
         return result
 
-    def _marks(self, result: RankResult, document: RankedDocument) -> dict[str, Any]:
-        """The metadata that a call adds to a document."""
-        marks: dict[str, Any] = {}
+    def _marked(
+        self, metadata: Mapping[str, Any], result: RankResult, document: RankedDocument
+    ) -> dict[str, Any]:
+        """A copy of a document's metadata, with the marks of this call instead of an earlier one.
+
+        It shares the values.
+        """
+        marks = {name: value for name, value in metadata.items() if name not in MARKS}
         if isinstance(result, Unranked):
             marks[ERROR] = f"{type(result.error).__name__}: {result.error}"
         if document.weak:
@@ -392,8 +398,3 @@ class RerankerAdapter(ModelAdapter):
                 for excerpt in document.excerpts
             ]
         return marks
-
-
-def without_marks(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of metadata without the marks of an earlier call. It shares the values."""
-    return {name: value for name, value in metadata.items() if name not in MARKS}

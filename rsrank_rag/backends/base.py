@@ -44,6 +44,7 @@ class LanguageModel(ABC):
         attention_window: Below the fusion layer, a document's token attends to the first token and
             to tokens at most half of so many positions away; None for all.
         documents_in_int8: Whether documents run in 8 bits.
+        uses_query_slots: Whether queries are written into slots in front of the prefixes.
         identity: What prefixes depend on, besides files, template and layers.
     """
 
@@ -59,6 +60,7 @@ class LanguageModel(ABC):
     similarity_window: int | None = None
     attention_window: int | None = None
     documents_in_int8 = False
+    uses_query_slots = True
     identity: dict[str, object]
 
     @abstractmethod
@@ -121,10 +123,6 @@ class LanguageModel(ABC):
         """Bytes of a prefix for each token of its document, in the model's dtype."""
         layers = self.last_layer - self.fusion_layer
         return 2 * layers * self.num_heads * self.head_dim * int(self.dtype.itemsize)
-
-    def slots_for(self, longest: int) -> int:
-        """Query slots for queries of at most so many tokens."""
-        return longest
 
     def inference(self) -> AbstractContextManager[object]:
         """A context manager for runs without gradients."""

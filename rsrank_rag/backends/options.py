@@ -83,26 +83,6 @@ Folder = Annotated[
 ]
 
 
-def with_dtype(settings: Any) -> Any:
-    """Settings in which ``load_in_8bit=True`` and ``load_in_4bit=True`` are a ``dtype``.
-
-    Raises:
-        InputError: The settings name several dtypes.
-    """
-    if not isinstance(settings, dict):
-        return settings
-    changed = dict(settings)
-    for name, dtype in QUANTISED_ARGUMENTS.items():
-        if not changed.pop(name, False):
-            continue
-        if changed.get("dtype") is not None:
-            raise InputError(
-                f"{name} means dtype={dtype!r}, and dtype is {changed['dtype']!r}. Set one of them."
-            )
-        changed["dtype"] = dtype
-    return changed
-
-
 class CacheSettings(BaseModel, use_attribute_docstrings=True):
     """Where prefixes are cached, for adapters and commands."""
 
@@ -137,7 +117,20 @@ class DeviceSettings(BaseModel, use_attribute_docstrings=True):
     @model_validator(mode="before")
     @classmethod
     def _read_quantised_arguments(cls, settings: Any) -> Any:
-        return with_dtype(settings)
+        """Settings in which ``load_in_8bit=True`` and ``load_in_4bit=True`` are a ``dtype``."""
+        if not isinstance(settings, dict):
+            return settings
+        changed = dict(settings)
+        for name, dtype in QUANTISED_ARGUMENTS.items():
+            if not changed.pop(name, False):
+                continue
+            if changed.get("dtype") is not None:
+                raise InputError(
+                    f"{name} means dtype={dtype!r}, and dtype is {changed['dtype']!r}. "
+                    "Set one of them."
+                )
+            changed["dtype"] = dtype
+        return changed
 
 
 class LoadSettings(DeviceSettings):

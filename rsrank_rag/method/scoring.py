@@ -112,7 +112,9 @@ class ShiftReader:
         queries = list(dict.fromkeys(row.query for row in rows))
         # The documents' rows, and a null row for each query below them.
         query_of_row = [queries.index(query) for query in (*(row.query for row in rows), *queries)]
-        slots = self.backbone.slots_for(max(len(query.ids) for query in queries))
+        slots = 0
+        if self.backbone.uses_query_slots:
+            slots = max(len(query.ids) for query in queries)
         null_rows = [self.backbone.null_prefix(self.prompts.null_prefix)] * len(queries)
         if self.cache is None:
             documents = [row.document for row in rows]

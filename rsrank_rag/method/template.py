@@ -8,7 +8,6 @@ share it.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -34,9 +33,9 @@ BEGINNING_PER_TOKEN = 2 * CHARACTERS_PER_TOKEN
 # words of at most 100 characters; merges of BPE reach less far.
 CUT_MARGIN = 128
 
-# Token ids of recent documents that are remembered, because a call counts tokens before it scores.
-# An id takes at most 36 bytes.
-RECENT_IDS = 200_000
+# Characters of recent documents whose ids are remembered, because a call counts tokens before it
+# scores. A character takes at most 4 bytes, and an id 36.
+RECENT_CHARACTERS = 500_000
 
 
 class Template(BaseModel, extra="forbid", frozen=True):
@@ -117,11 +116,6 @@ def private_copy(
     return copy
 
 
-def _digest(text: str) -> bytes:
-    # A text may have lone surrogates.
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
-
-
 class PromptTokenizer:
     """Tokenises the parts of a `Template` with private copies of a fast tokenizer.
 
@@ -152,7 +146,7 @@ class PromptTokenizer:
         self.template = template
         self.max_length = max_length
         self.shared_positions = shared_positions
-        self._recent: dict[bytes, tuple[int, ...]] = {}
+        self._recent: dict[str, tuple[int, ...]] = {}
         self._text = private_copy(tokenizer, special_tokens=False)
         self._template = private_copy(tokenizer, special_tokens=True)
         self.words = VocabularyCheck(self._text)
@@ -172,6 +166,11 @@ class PromptTokenizer:
         self.null_prefix = self.instruction + self.separator
         self.overhead = len(self.null_prefix)
         self.after_document = len(self.separator)
+        # The most tokens that a query may have. If document and query share the positions, the
+        # template around the document and one token of the document have some, too.
+        self.query_limit = max_length - len(self._query_start) - len(self._suffix)
+        if shared_positions:
+            self.query_limit -= self.overhead + 1
         if self.query_limit < 1 or max_length <= self.overhead:
             taken = self.overhead + len(self._query_start) + len(self._suffix)
             raise InputError(
@@ -227,21 +226,22 @@ class PromptTokenizer:
     def _document_ids(self, documents: Sequence[str]) -> list[tuple[int, ...]]:
         """Ids of documents; of a document that is too long, one more than the limit.
 
-        The ids of recent documents are remembered, by the digest of their text.
+        The ids of recent documents are remembered.
         """
-        texts = {_digest(text): text for text in dict.fromkeys(documents)}
-        # Other threads may replace the dictionary, so it is never changed.
-        recent = self._recent
-        missing = [key for key in texts if key not in recent]
+        # Other threads may replace the dictionary, so it is not changed once it is an attribute.
+        recent = dict(self._recent)
+        missing = [text for text in dict.fromkeys(documents) if text not in recent]
         limit = self.document_limit(0)
-        encoded = self.encode_beginnings([texts[key] for key in missing], limit)
-        recent = recent | {key: ids[: limit + 1] for key, ids in zip(missing, encoded, strict=True)}
-        ids_of = {text: recent[key] for key, text in texts.items()}
-        count = sum(map(len, recent.values()))
-        while count > RECENT_IDS:
-            count -= len(recent.pop(next(iter(recent))))
+        for text, ids in zip(missing, self.encode_beginnings(missing, limit), strict=True):
+            recent[text] = ids[: limit + 1]
+        ids_of_documents = [recent[text] for text in documents]
+        characters = sum(map(len, recent))
+        while characters > RECENT_CHARACTERS:
+            oldest = next(iter(recent))
+            characters -= len(oldest)
+            del recent[oldest]
         self._recent = recent
-        return [ids_of[text] for text in documents]
+        return ids_of_documents
 
     def encode(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
         """Ids of texts by themselves."""
@@ -274,17 +274,6 @@ class PromptTokenizer:
             self._text.decode([i], skip_special_tokens=False) or str(self._text.id_to_token(i))
             for i in ids
         ]
-
-    @property
-    def query_limit(self) -> int:
-        """The most tokens that a query may have.
-
-        The tokens of the template around the query are subtracted from the model's positions. If
-        document and query share the positions, the tokens of the template around the document and
-        one token of the document are subtracted, too.
-        """
-        taken = len(self._query_start) + len(self._suffix)
-        return self.max_length - taken - (self.overhead + 1 if self.shared_positions else 0)
 
     def fit_query(self, query: str) -> str:
         """The query; of one that is too long, the first and the last part.

@@ -42,7 +42,7 @@ def test_document_ids_are_the_parts_tokenised_apart_and_joined():
 
 
 def test_many_large_documents_leave_few_bytes_in_memory(monkeypatch):
-    monkeypatch.setattr("rsrank_rag.method.template.RECENT_IDS", 1000)
+    monkeypatch.setattr("rsrank_rag.method.template.RECENT_CHARACTERS", 10_000)
     made = prompts()
     made.too_long(["warm up"])
     tracemalloc.start()

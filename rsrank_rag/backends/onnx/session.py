@@ -174,6 +174,8 @@ class OnnxBackbone(LanguageModel):
 
     device = "cpu"
     dtype = np.dtype("float32")
+    # Attention takes prefix and query apart.
+    uses_query_slots = False
 
     def __init__(
         self,
@@ -239,10 +241,6 @@ class OnnxBackbone(LanguageModel):
         for name in ENCODER_FILES:
             if (self.folder / name).is_file():
                 shutil.copyfile(self.folder / name, folder / name)
-
-    def slots_for(self, longest: int) -> int:
-        """No query slots: attention takes prefix and query apart."""
-        return 0
 
     def prefill(
         self, documents: Sequence[Ids], query_slots: int = 0, extra_rows: Sequence[Prefix] = ()
