@@ -197,7 +197,7 @@ def main() -> None:
     arguments = parser.parse_args()
     folder = hub.resolve(arguments.base)
     config = hub.read_config(folder)
-    base = hub.read_projection(folder, config)
+    base = Projection.of(hub.read_weights(folder, config))
     about = {"base": arguments.base, "config": config.digest, "limit": arguments.queries}
     rows = rows_of(arguments.output, about)
     done = {(row["set"], row["queries"], row["seed"]) for row in rows}

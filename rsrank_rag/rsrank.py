@@ -59,13 +59,13 @@ class RSRank(Reranker):
         self,
         backbone: "LanguageModel",
         prompts: PromptTokenizer,
-        projection: "Projection | Weights",
+        projection: Weights,
         config: RSRankConfig,
         settings: ModelSource = DEFAULT_SETTINGS,
     ) -> None:
         self.backbone = backbone
         self.prompts = prompts
-        self.projection = backbone.frozen(projection)
+        self.projection = backbone.on_device(projection)
         self.config = config
         self.name = config.backbone.name
         self.threshold = config.threshold

@@ -8,6 +8,7 @@ import click
 from rsrank_rag.adapters.kinds import load
 from rsrank_rag.artifact import hub
 from rsrank_rag.backends.options import ModelSource
+from rsrank_rag.backends.torch.projection import Projection
 from rsrank_rag.cli.options import PATH, command
 from rsrank_rag.evaluation.datasets import LabelledQuery
 from rsrank_rag.evaluation.evaluate import score_dataset
@@ -89,7 +90,7 @@ def score_stored(
 ) -> SystemScores:
     """Scores of an artifact's B on stored features."""
     config = hub.read_config(artifact)
-    weights = dict(hub.read_projection(artifact, config).named_parameters())
+    weights = dict(Projection.of(hub.read_weights(artifact, config)).named_parameters())
     scores = {}
     for name, (_, rows) in sets.items():
         read = first_layers(rows, len(config.layers))

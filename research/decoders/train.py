@@ -198,7 +198,7 @@ def main(recipe: str, features: Path, output: Path, model: str | None) -> None:
     model = model or Plan.load(read.plan).model.name
     config = artifact_config(read, model, projection, record, held_out)
     with replacing(output / "artifact") as folder:
-        write_artifact(folder, config, projection, model_card(config))
+        write_artifact(folder, config, projection.weights(), model_card(config))
     click.echo(f"epoch {fitted.best.epoch} of {len(fitted.history)}: {output / 'artifact'}")
 
 

@@ -5,7 +5,6 @@ import json
 import reprlib
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -18,9 +17,6 @@ from ..partial_files import replacing
 from .card import is_hub_id, model_card
 from .config import INSIDE, RSRankConfig, content_digest
 from .graphs import GRAPHS
-
-if TYPE_CHECKING:
-    from ..backends.torch.projection import Projection
 
 CONFIG = "config.json"
 PROJECTION = "projection.safetensors"
@@ -135,18 +131,6 @@ def _config_text(folder: Path) -> str:
         ) from error
 
 
-def read_projection(folder: Path, config: RSRankConfig) -> "Projection":
-    """As `read_weights`, for torch."""
-    from torch import from_numpy
-
-    from ..backends.torch.projection import Projection
-
-    arrays = read_weights(folder, config).state_dict()
-    return Projection(
-        layers=config.layers, **{name: from_numpy(array) for name, array in arrays.items()}
-    )
-
-
 def read_weights(folder: Path, config: RSRankConfig) -> Weights:
     """Read B and its optional weights, checked against the config.
 
@@ -202,17 +186,15 @@ def _digests(config_digest: str, tensors: dict[str, Array]) -> str:
     return json.dumps(digests, sort_keys=True)
 
 
-def write_artifact(
-    folder: Path, config: RSRankConfig, projection: "Projection | Weights", card: str
-) -> None:
+def write_artifact(folder: Path, config: RSRankConfig, weights: Weights, card: str) -> None:
     """Write config.json, projection.safetensors and README.md into an existing folder.
 
     A tensor is stored in float16 if this changes no entry, else in float32.
     """
     (folder / CONFIG).write_text(config.model_dump_json(indent=2) + "\n", encoding="utf-8")
     tensors = {}
-    for name, weight in projection.state_dict().items():
-        tensor = np.ascontiguousarray(to_numpy(weight), dtype=np.float32)
+    for name, array in weights.state_dict().items():
+        tensor = np.ascontiguousarray(to_numpy(array), dtype=np.float32)
         with np.errstate(over="ignore"):
             half = tensor.astype(np.float16)
         tensors[name] = half if np.array_equal(half, tensor) else tensor
@@ -223,20 +205,18 @@ def write_artifact(
     (folder / CARD).write_text(card, encoding="utf-8")
 
 
-def write_derived(
-    folder: Path, config: RSRankConfig, projection: "Projection | Weights", base: Path
-) -> None:
+def write_derived(folder: Path, config: RSRankConfig, weights: Weights, base: Path) -> None:
     """Write an artifact that was made from another one, completely or not at all.
 
     Args:
         folder: Folder of the new artifact.
         config: The new config.
-        projection: The weights.
+        weights: B and its optional weights.
         base: Folder of the base. Its language model is copied if ``config`` names a model inside
             the artifact, and its graphs and limits are copied if it has any.
     """
     with replacing(folder) as new:
-        write_artifact(new, config, projection, model_card(config))
+        write_artifact(new, config, weights, model_card(config))
         if config.backbone.name == INSIDE:
             shutil.copytree(base / INSIDE, new / INSIDE)
         if config.graphs:

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from ..backends.options import LoadOptions, ModelSource
 from ..errors import ArtifactError, BackboneError, RSRankError, needs_torch, problems_of
+from ..method.formula import Weights
 from ..method.template import PromptTokenizer, Template
 from . import hub
 from .config import INSIDE, BackboneSpec, RSRankConfig
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from ..backends.base import LanguageModel
     from ..backends.torch.backbone import Backbone
     from ..backends.torch.projection import Projection
-    from ..method.formula import Weights
 
 
 class Parts(NamedTuple):
@@ -27,7 +27,7 @@ class Parts(NamedTuple):
 
     backbone: "LanguageModel"
     prompts: PromptTokenizer
-    projection: "Projection | Weights"
+    projection: Weights
     config: RSRankConfig
 
 
@@ -75,10 +75,9 @@ def _defects(name: str) -> Iterator[None]:
 
 def open_on_torch(
     source: ModelSource, folder: Path, config: RSRankConfig
-) -> "tuple[Backbone, PromptTokenizer, Projection]":
+) -> "tuple[Backbone, PromptTokenizer, Weights]":
     """The language model on torch, its tokenizer with the artifact's template, and B."""
-    with needs_torch():
-        projection = hub.read_projection(folder, config)
+    weights = hub.read_weights(folder, config)
     spec = config.backbone
     strict = source.backbone is None
     name, revision = _backbone_of(source, folder, spec)
@@ -104,7 +103,7 @@ def open_on_torch(
         files = check_files(spec, folder_in_cache, in_cache=True, strict=strict)
     if not strict or not spec.files:
         core.identity["files"] = files
-    return core, prompts, projection
+    return core, prompts, weights
 
 
 def _backbone_of(source: ModelSource, folder: Path, spec: BackboneSpec) -> tuple[str, str | None]:
@@ -231,4 +230,4 @@ def new_artifact(
             f"B has shape {tuple(projection.weight.shape)}, but {core.name} needs "
             f"(L, H, P, D) = {config.shape}."
         )
-    return Parts(core, prompts, projection, config)
+    return Parts(core, prompts, projection.weights(), config)

@@ -12,14 +12,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..method.batches import Ids
 from ..method.formula import Array, Weights
 from ..method.prefix import Prefix, Prefixes, Show
-
-if TYPE_CHECKING:
-    from .torch.projection import Projection
 
 # Null prefixes that are remembered: one for each template in use.
 NULL_PREFIXES = 32
@@ -128,9 +125,9 @@ class LanguageModel(ABC):
         """A context manager for runs without gradients."""
         return nullcontext()
 
-    def frozen(self, projection: "Projection | Weights") -> "Projection | Weights":
-        """B on the device, without gradients."""
-        return projection
+    def on_device(self, weights: Weights) -> Weights:
+        """B on the device. The caller may go on with training the argument."""
+        return weights
 
     def reach(self, layer: int) -> int | None:
         """How many positions before a token can change the token's value vector at a layer.

@@ -40,7 +40,6 @@ from .template import PromptTokenizer, TokenisedQuery
 
 if TYPE_CHECKING:
     from ..backends.base import LanguageModel
-    from ..backends.torch.projection import Projection
     from ..prefixes.cache import CachedPrefixes
 
 # Vectors whose cosines are computed together. Measured: a thousand take twice as long as four times
@@ -229,7 +228,7 @@ class _BatchReader:
 
 
 def score_rows(
-    reader: ShiftReader, projection: Projection | Weights, rows: Sequence[Row]
+    reader: ShiftReader, projection: Weights, rows: Sequence[Row]
 ) -> tuple[Array, Array, Array]:
     """The scores of a batch (paper, Section 4.3), and the terms that add up to them.
 
@@ -253,7 +252,7 @@ def score_rows(
     return scores, shares, similarity_terms(similarity, projection.agreement)
 
 
-def of_layer(projection: Projection | Weights, layer: int) -> tuple[Array, Array | None]:
+def of_layer(projection: Weights, layer: int) -> tuple[Array, Array | None]:
     """For `shift_terms`: B of one backbone layer, (H, P, D), and its head weights, (H,) or None."""
     row = projection.layers.index(layer)
     heads = projection.head_weight
@@ -276,7 +275,7 @@ class RowTerms(NamedTuple):
     window: int = 0
 
 
-def row_terms(reader: ShiftReader, projection: Projection | Weights, row: Row) -> RowTerms:
+def row_terms(reader: ShiftReader, projection: Weights, row: Row) -> RowTerms:
     """Score one row, and take its score apart.
 
     Raises:
@@ -293,7 +292,7 @@ def row_terms(reader: ShiftReader, projection: Projection | Weights, row: Row) -
 
 
 def score_in_batches(
-    reader: ShiftReader, projection: Projection | Weights, rows: Sequence[Row], token_budget: int
+    reader: ShiftReader, projection: Weights, rows: Sequence[Row], token_budget: int
 ) -> dict[Row, float]:
     """Scores of rows whose queries differ in length, in batches of at most so many padded tokens.
 

@@ -127,7 +127,7 @@ class TrainingRun:
         else:
             result = self._fine_tuned(features, device, model.projection)
         config = self._config(result)
-        hub.write_derived(self.artifact, config, result.projection, model.folder)
+        hub.write_derived(self.artifact, config, result.projection.weights(), model.folder)
         return result
 
     def extract(self) -> list[QueryFeatures]:
@@ -171,8 +171,8 @@ class TrainingRun:
                 # The artifact will run on ONNX Runtime, which has no bfloat16.
                 options = options.model_copy(update={"dtype": "float32"})
             source = options.source(recipe.base, part.revision, max_length=part.max_length)
-            core, prompts, projection = open_on_torch(source, folder, config)
-            return _Model(core, prompts, config, projection, folder)
+            core, prompts, weights = open_on_torch(source, folder, config)
+            return _Model(core, prompts, config, Projection.of(weights), folder)
         core, prompts = open_model(
             part.name,
             part.revision,

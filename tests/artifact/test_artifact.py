@@ -429,11 +429,11 @@ def test_a_save_that_is_killed_at_any_write_leaves_an_artifact_that_is_whole_or_
         try:
             config = hub.read_config(hub.resolve(folder))
             check_files(config.backbone, folder / "backbone", in_cache=False, strict=True)
-            weight = hub.read_projection(folder, config).weight
+            weight = hub.read_weights(folder, config).weight
         except ArtifactError:
             states.append("refused")
             continue
-        which = [torch.equal(weight, ranker.projection.weight) for ranker in rankers]
+        which = [np.array_equal(weight, ranker.projection.weight) for ranker in rankers]
         assert sum(which) == 1
         states.append(("old", "new")[which.index(True)])
         words = load_file(folder / "backbone" / "model.safetensors")["embed_tokens.weight"]
@@ -884,7 +884,7 @@ def test_absurd_entries_are_one_error_of_one_line_wherever_they_stand(folder):
             here[place[-1]] = value
             path.write_text(json.dumps(changed))
             if changed != content:
-                message = refusal(lambda: hub.read_projection(folder, hub.read_config(folder)))
+                message = refusal(lambda: hub.read_weights(folder, hub.read_config(folder)))
                 assert "\n" not in message
                 assert len(message) < 2000
 
@@ -1189,7 +1189,7 @@ def test_a_misspelt_argument_of_loading_is_named_with_the_one_that_was_meant():
 
 def test_an_artifact_that_records_fewer_values_belongs_to_no_model(folder):
     config = hub.read_config(folder)
-    projection = hub.read_projection(folder, config)
+    projection = hub.read_weights(folder, config)
     spec = config.backbone.model_copy(update={"values": config.backbone.values[:3]})
     hub.write_artifact(folder, config.model_copy(update={"backbone": spec}), projection, "")
     assert "value vectors differ" in refusal(load, folder)

@@ -394,7 +394,7 @@ def test_agreement_needs_a_fusion_layer(tiny_ranker, tmp_path):
     with pytest.raises(
         ArtifactError, match=r"holds 'agreement' .* describes floats of 2 or 4 bytes"
     ):
-        hub.read_projection(tmp_path, plain.config)
+        hub.read_weights(tmp_path, plain.config)
 
 
 def test_weights_that_do_not_belong_are_refused(fused, tmp_path):
@@ -404,7 +404,7 @@ def test_weights_that_do_not_belong_are_refused(fused, tmp_path):
     wrong.head_weight = nn.Parameter(torch.ones(1, 1))
     hub.write_artifact(tmp_path, own.config, wrong, "")
     with pytest.raises(ArtifactError, match="do not belong together"):
-        hub.read_projection(tmp_path, own.config)
+        hub.read_weights(tmp_path, own.config)
 
 
 @pytest.mark.parametrize("layer", [LAYERS - 1, LAYERS])

@@ -33,7 +33,7 @@ from rsrank_rag.training.verdict import judge
 
 
 def scored(features, projection, device="cpu"):
-    return scored_by_weights(features, dict(projection.named_parameters()), device=device)
+    return scored_by_weights(features, dict(projection.state_dict()), device=device)
 
 
 def separable_features(count=12, *, margin=0.6, seed=0):
@@ -266,8 +266,9 @@ def train(fused, monkeypatch, tmp_path):
 def moved_by(fused, tmp_path):
     """How far the written similarity weights are from the base's."""
     artifact = tmp_path / "run" / "artifact"
-    base = hub.read_projection(fused, hub.read_config(fused))
-    return differences(hub.read_projection(artifact, hub.read_config(artifact)), base)[2]
+    base = Projection.of(hub.read_weights(fused, hub.read_config(fused)))
+    tuned = Projection.of(hub.read_weights(artifact, hub.read_config(artifact)))
+    return differences(tuned, base)[2]
 
 
 def test_a_loss_of_recall_alone_is_named_and_the_base_is_written(train, fused, tmp_path):
@@ -354,7 +355,7 @@ def test_what_was_known_of_the_base_is_known_of_its_copy(train, fused, tmp_path)
     known = config.training.model_copy(update={"data": ("tides",), "notes": "By hand."})
     config = config.model_copy(update={"int8": True, "training": known})
     base = tmp_path / "base"
-    projection = hub.read_projection(fused, config)
+    projection = hub.read_weights(fused, config)
     hub.write_derived(base, config, projection, fused)
     (base / hub.LIMITS).write_text("English only.")
     before, _ = scorings()
@@ -380,7 +381,7 @@ def test_fine_tuned_weights_of_a_tuned_base_say_that_their_threshold_is_zero(
     train, fused, tmp_path
 ):
     config = hub.read_config(fused).model_copy(update={"threshold": 0.25})
-    hub.write_derived(tmp_path / "base", config, hub.read_projection(fused, config), fused)
+    hub.write_derived(tmp_path / "base", config, hub.read_weights(fused, config), fused)
     said = train(*scorings(100, help=0.8), "--base", tmp_path / "base", "--force")
     assert "; threshold 0, no longer 0.25" in said
     assert hub.read_config(tmp_path / "run" / "artifact").threshold == 0
@@ -389,7 +390,7 @@ def test_fine_tuned_weights_of_a_tuned_base_say_that_their_threshold_is_zero(
 def test_the_verdict_is_by_the_rule_of_the_artifact(train, fused, tmp_path):
     fallback = Fallback(max_gap=1.0, max_depth=2.0)
     config = hub.read_config(fused).model_copy(update={"fallback": fallback})
-    hub.write_derived(tmp_path / "base", config, hub.read_projection(fused, config), fused)
+    hub.write_derived(tmp_path / "base", config, hub.read_weights(fused, config), fused)
     before = [ScoredQuery([-0.5, -1.8], [True, False])] * 100
     after = [ScoredQuery([-1.8, -0.5], [True, False])] * 100
     assert "the share of answers lost changes by 1.000" in train(
@@ -405,7 +406,7 @@ def test_labels_that_trained_the_base_or_chose_its_threshold_are_named(
     for names, is_named in ((("tides",), False), (("tides", "own"), True)):
         known = config.training.model_copy(update={"data": names})
         other = config.model_copy(update={"training": known})
-        projection = hub.read_projection(fused, config)
+        projection = hub.read_weights(fused, config)
         hub.write_derived(tmp_path / "base", other, projection, fused)
         train(before, after, "--base", tmp_path / "base")
         assert ("own has the name of a labelled set" in caplog.text) is is_named

@@ -9,7 +9,6 @@ dimension, C hidden size.
 
 from __future__ import annotations
 
-import copy
 import inspect
 import os
 from collections.abc import Iterator, Sequence
@@ -25,6 +24,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ...errors import BackboneError
 from ...method.batches import Ids
+from ...method.formula import Weights
 from ...method.prefix import Prefix, Prefixes, Show, attention_band, padded_length, pooled
 from ..base import LanguageModel
 from .probe import Entrance, Probe, Reader, Recorder, StopForward
@@ -32,8 +32,6 @@ from .probe import Entrance, Probe, Reader, Recorder, StopForward
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from ...method.formula import Weights
-    from .projection import Projection
 
 # The process that imported this module.
 _PROCESS = os.getpid()
@@ -111,16 +109,12 @@ class Backbone(LanguageModel):
         with torch.inference_mode():
             yield
 
-    def frozen(self, projection: Any) -> Projection | Weights:
-        """B on the model's device, without gradients.
-
-        The result is a copy if B is on another device or has gradients, because the caller may be
-        training B.
-        """
-        frozen: Projection = projection
-        if frozen.weight.requires_grad or frozen.weight.device != self.device:
-            frozen = copy.deepcopy(frozen).to(self.device).requires_grad_(False)
-        return frozen
+    def on_device(self, weights: Weights) -> Weights:
+        """See `LanguageModel.on_device`."""
+        arrays = {}
+        for name, array in weights.state_dict().items():
+            arrays[name] = torch.asarray(array, device=self.device, copy=True)
+        return Weights(layers=weights.layers, **arrays)
 
     def _positions(self) -> int:
         """The model's positions, see `LanguageModel.max_length`."""

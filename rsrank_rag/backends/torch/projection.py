@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
+from ...method.formula import Weights
+
 
 class Projection(nn.Module):
     """The projection matrix B of the paper (Section 4.3), shape (L, H, P, D), always fp32.
@@ -39,6 +41,16 @@ class Projection(nn.Module):
         self.head_weight = None if head_weight is None else nn.Parameter(head_weight.float())
         self.agreement = None if agreement is None else nn.Parameter(agreement.float())
         self.layers = tuple(layers)
+
+    @classmethod
+    def of(cls, weights: Weights) -> Self:
+        """The weights of an artifact, to be trained."""
+        arrays = {name: torch.as_tensor(array) for name, array in weights.state_dict().items()}
+        return cls(layers=weights.layers, **arrays)
+
+    def weights(self) -> Weights:
+        """The same numbers as an artifact holds them. They change if this is trained further."""
+        return Weights(layers=self.layers, **self.state_dict())
 
     @classmethod
     def random(
