@@ -26,13 +26,10 @@ def encoder_graphs(
         BackboneError: ONNX Runtime cannot run this encoder.
     """
     from ..backends.onnx.making import make_graphs
-    from ..backends.onnx.quantisation import calibration_ids
-    from ..backends.onnx.session import read_encoder_config
 
     return make_graphs(
         backbone,
-        read_encoder_config(backbone),
-        calibration_ids(prompts),
+        prompts,
         last_layer=config.layers[-1],
         fusion_layer=config.fusion_layer,
         attention_window=config.attention_window,

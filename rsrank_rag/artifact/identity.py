@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import math
 from collections.abc import Sequence
@@ -10,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..backends.tokenizer_file import largest_id
 from ..errors import ArtifactError
 from ..method.template import PromptTokenizer, private_copy
 from ..partial_files import digest_of
@@ -46,6 +46,12 @@ DECIDING = (
     "*.safetensors",
     "*.safetensors.index.json",
 )
+
+# A larger tokenizer.json would fill the memory.
+LARGEST_FILE = 200_000_000
+
+# A tokenizer takes memory for every id up to the largest one.
+LARGEST_ID = 10_000_000
 
 _PROBE = (
     "Who wrote it, and when? 1984 naïve façade — 東京 Привет 😀\n\tdef f(x): return x**2 <s>[MASK]"
@@ -211,3 +217,27 @@ def check_model(
             f"{spec.revision or 'not pinned'}) that this artifact was made with: value vectors "
             f"differ by {difference:.0%}. {ADVICE}"
         )
+
+
+def largest_id(path: Path) -> int:
+    """The largest token id in a ``tokenizer.json``.
+
+    Raises:
+        ArtifactError: The file cannot be read, or it or the largest id is too large.
+    """
+    try:
+        if path.stat().st_size > LARGEST_FILE:
+            raise ValueError(f"it has more than {LARGEST_FILE:,} bytes")
+        content = json.loads(path.read_bytes())
+        vocabulary = content["model"]["vocab"]
+        ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+        added = [token["id"] for token in content["added_tokens"]]
+        largest = int(max([*ids, *added]))
+        if largest > LARGEST_ID:
+            raise ValueError(f"it has the token id {largest}, which would fill the memory")
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise ArtifactError(
+            f"{path} is no tokenizer that can be used ({type(error).__name__}: {error}). "
+            "Download it again."
+        ) from error
+    return largest

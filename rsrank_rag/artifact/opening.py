@@ -14,7 +14,7 @@ from ..method.template import PromptTokenizer, Template
 from . import hub
 from .config import INSIDE, BackboneSpec, RSRankConfig
 from .graphs import encoder_graphs, read_graphs
-from .identity import check_files, check_model, describe, folder_of, hashes
+from .identity import check_files, check_model, describe, folder_of, hashes, largest_id
 
 if TYPE_CHECKING:
     from ..backends.base import LanguageModel
@@ -131,6 +131,8 @@ def open_on_onnx(
     place = Path(name) if local else hub.download(name, revision, source)
     check_files(spec, place, in_cache=not local, strict=True)
     encoder = read_encoder_config(place)
+    if largest_id(place / "tokenizer.json") >= encoder["vocab_size"]:
+        raise ArtifactError(f"{place}: the tokenizer has ids for which there are no embeddings.")
     tokenizer = Tokenizer.from_file(str(place / "tokenizer.json"))
     limits = (encoder["max_position_embeddings"], config.max_length, source.max_length)
     prompts = PromptTokenizer(

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, TypedDict
+from typing import TypedDict
 
 from ..errors import ArtifactError, BackboneError
 from ..partial_files import replacing
@@ -20,11 +20,11 @@ def save_artifact(folder: Path, parts: Parts, include_backbone: bool) -> None:
     config = parts.config
     with replacing(folder) as new:
         if include_backbone or config.backbone.name == INSIDE:
-            num_layers = _save_backbone(parts, new / INSIDE)
+            parts.backbone.save(new / INSIDE, parts.prompts.tokenizer)
             update = {
                 "name": INSIDE,
                 "revision": None,
-                "num_layers": num_layers,
+                "num_layers": parts.backbone.loaded_layers,
                 "files": hashes(new / INSIDE),
             }
             backbone = config.backbone.model_copy(update=update)
@@ -33,25 +33,9 @@ def save_artifact(folder: Path, parts: Parts, include_backbone: bool) -> None:
         hub.write_artifact(new, config, parts.projection, model_card(config))
 
 
-def _save_backbone(parts: Parts, folder: Path) -> int:
-    """Write the language model and its tokenizer, and return the number of its layers."""
-    from ..backends.onnx.session import OnnxBackbone
-
-    core: Any = parts.backbone
-    if isinstance(core, OnnxBackbone):
-        core.save(folder)
-        return parts.config.backbone.num_layers
-    from ..backends.torch.loading import save_model
-
-    save_model(core.model, parts.prompts.tokenizer, folder)
-    return int(core.loaded_layers)
-
-
 def _graphs(parts: Parts, config: RSRankConfig, folder: Path) -> Mapping[str, bytes]:
     """The graphs of an encoder; empty if only torch can run the language model."""
-    from ..backends.onnx.session import OnnxBackbone
-
-    if isinstance(parts.backbone, OnnxBackbone):
+    if parts.backbone.graphs:
         return parts.backbone.graphs
     spec = config.backbone
     place = folder / INSIDE if spec.name == INSIDE else folder_of(spec.name, spec.revision)

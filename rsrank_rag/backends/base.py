@@ -9,17 +9,27 @@ Axes: N rows, Q queries, H KV heads, T query tokens, D head dimension, C hidden 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, lru_cache
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+
 from ..method.batches import Ids
-from ..method.formula import Array, Weights
+from ..method.formula import Array, Weights, to_numpy
 from ..method.prefix import Prefix, Prefixes, Show
 
 # Null prefixes that are remembered: one for each template in use.
 NULL_PREFIXES = 32
+
+# Tokens of a fixed text, whose value vectors identify the weights.
+TOKENS = 9
+
+# Entries of the value vectors that are taken.
+ENTRIES = 64
 
 
 class LanguageModel(ABC):
@@ -42,6 +52,10 @@ class LanguageModel(ABC):
             to tokens at most half of so many positions away; None for all.
         documents_in_int8: Whether documents run in 8 bits.
         uses_query_slots: Whether queries are written into slots in front of the prefixes.
+        loaded_layers: Layers in memory or in its files, as `save` writes them.
+        sample: Entries of the value vectors of the last read layer on fixed tokens. They depend on
+            every weight below, so that they identify a checkpoint.
+        graphs: Graphs for ONNX Runtime, by the names of their files; empty on torch.
         identity: What prefixes depend on, besides files, template and layers.
     """
 
@@ -58,7 +72,19 @@ class LanguageModel(ABC):
     attention_window: int | None = None
     documents_in_int8 = False
     uses_query_slots = True
+    loaded_layers: int
+    sample: tuple[float, ...]
+    graphs: Mapping[str, bytes] = MappingProxyType({})
     identity: dict[str, object]
+
+    @abstractmethod
+    def save(self, folder: Path, tokenizer: Any) -> None:
+        """Write the model and its tokenizer into a new folder.
+
+        Args:
+            folder: Where to.
+            tokenizer: The tokenizer that was loaded with the model.
+        """
 
     @abstractmethod
     def prefill(
@@ -135,3 +161,25 @@ class LanguageModel(ABC):
         None if there is no limit.
         """
         return None
+
+
+def trial_ids(vocabulary: int) -> Ids:
+    """Token ids that lie evenly in a vocabulary of this size."""
+    return tuple(_spread(1, vocabulary - 1, TOKENS))
+
+
+def sample_of(values: Array) -> tuple[float, ...]:
+    """Entries of the last token's value vectors, of values (H, T, D)."""
+    last = to_numpy(values)[:, -1].astype(np.float64).flatten()
+    places = _spread(0, len(last) - 1, ENTRIES)
+    return tuple(round(entry, 6) for entry in last[places].tolist())
+
+
+def _spread(first: int, last: int, count: int) -> Sequence[int]:
+    """Whole numbers at even distances, rounded down as float32 and `torch.linspace` round them."""
+    numbers = np.arange(count, dtype=np.float32)
+    step = np.float32(last - first) / np.float32(count - 1)
+    from_first = first + step * numbers
+    from_last = last - step * numbers[::-1]
+    places: list[int] = np.where(numbers < count // 2, from_first, from_last).astype(int).tolist()
+    return places

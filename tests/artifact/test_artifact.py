@@ -39,7 +39,6 @@ from rsrank_rag.artifact import hub
 from rsrank_rag.artifact.card import model_card
 from rsrank_rag.artifact.config import BackboneSpec, RSRankConfig, TrainingRecord
 from rsrank_rag.artifact.identity import check_files, hashes
-from rsrank_rag.backends import tokenizer_file
 from rsrank_rag.backends.options import (
     QUANTISED_ARGUMENTS,
     LoadArguments,
@@ -489,7 +488,7 @@ def test_pickled_weights_are_refused_unread(saved, tiny_folder, tmp_path):
 
 
 def test_a_tokenizer_that_would_fill_the_memory_is_refused_unread(saved, monkeypatch):
-    monkeypatch.setattr(tokenizer_file, "LARGEST_FILE", 100)
+    monkeypatch.setattr("rsrank_rag.artifact.identity.LARGEST_FILE", 100)
     assert "it has more than 100 bytes" in refusal(load, saved)
 
 

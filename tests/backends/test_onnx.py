@@ -20,11 +20,7 @@ from rsrank_rag.artifact import hub
 from rsrank_rag.backends.onnx import graph
 from rsrank_rag.backends.onnx import session as onnx_runtime
 from rsrank_rag.backends.onnx.cores import usable_cores
-from rsrank_rag.backends.onnx.quantisation import (
-    calibration_ids,
-    fixed_parameters,
-    ranges,
-)
+from rsrank_rag.backends.onnx.making import calibration_ids, fixed_parameters
 from rsrank_rag.backends.options import LoadOptions
 from rsrank_rag.backends.torch.backbone import Backbone
 from rsrank_rag.errors import (
@@ -192,7 +188,7 @@ def test_an_int8_map_is_what_plain_arithmetic_makes_of_it(largest, tmp_path):
     weight = rng.normal(size=(40, 96)).astype(np.float32)
     bias = rng.normal(size=40).astype(np.float16)
     save_file({"map.weight": weight, "map.bias": bias}, tmp_path / "weights")
-    scale, zero = fixed_parameters(*ranges(numbers, after_gelu=False), [weight])
+    scale, zero = fixed_parameters(numbers, [weight], after_gelu=False)
     config = {"layer_norm_eps": 1e-12, "num_attention_heads": 2, "hidden_size": 96}
     places = graph.places_in(tmp_path / "weights")
     encoder = graph.Encoder(config, "weights", places, {"map": (scale, zero)}, largest)
@@ -216,9 +212,19 @@ def test_a_graph_names_the_places_of_its_weights_and_holds_none(tmp_path):
     assert (found == 1 + np.arange(999)).all()
 
 
+def products():
+    """The file `products.onnx`: uint8 numbers (N, 64) times an int8 weight of 127s."""
+    made = graph.Graph()
+    codes = made.input("codes", onnx.TensorProto.UINT8)
+    weight = made.constant(np.full((64, 8), 127, np.int8))
+    one = made.constant(1.0)
+    made.outputs = [made.add("MatMulIntegerToFloat", codes, weight, one, one)]
+    return made.content()
+
+
 def test_the_graph_that_tells_processors_apart_is_what_the_function_makes():
     file = Path(onnx_runtime.__file__).with_name("products.onnx")
-    assert onnx.load(file) == onnx.load_from_string(graph.products())
+    assert onnx.load(file) == onnx.load_from_string(products())
     assert onnx_runtime.largest_weight() in onnx_runtime.LARGEST_WEIGHTS
 
 

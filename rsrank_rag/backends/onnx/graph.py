@@ -302,13 +302,3 @@ class Encoder(Graph):
             numbers = self.finish(numbers, self.attend_prefix(prefix, *mapped), layer)
         self.outputs.append(self.split(self.attention_maps(numbers, [last], first=2)[0]))
         return self
-
-
-def products() -> bytes:
-    """A graph that multiplies uint8 numbers (N, 64) with an int8 weight of 127s; see `session`."""
-    graph = Graph()
-    codes = graph.input("codes", TensorProto.UINT8)
-    weight = graph.constant(np.full((64, 8), 127, np.int8))
-    one = graph.constant(1.0)
-    graph.outputs = [graph.add("MatMulIntegerToFloat", codes, weight, one, one)]
-    return graph.content()

@@ -23,10 +23,8 @@ from ...errors import ArtifactError, BackboneError, MissingDependencyError, pip_
 from ...method.batches import Ids
 from ...method.formula import Numbers
 from ...method.prefix import Prefix, Prefixes, Show, attention_band, pooled
-from ..base import LanguageModel
+from ..base import LanguageModel, sample_of, trial_ids
 from ..options import ENCODER_FILES
-from ..sample import sample_of, trial_ids
-from ..tokenizer_file import largest_id
 from .cores import usable_cores
 
 # At most so many padded tokens of documents are in one run of the graph, unless a single document
@@ -104,7 +102,8 @@ def thread_count() -> int:
 def largest_weight() -> int:
     """The largest whole number that a weight is rounded to: 127 or 63.
 
-    Without VNNI, the processor adds two products of a weight and 255 in 16 bits.
+    Without VNNI, the processor adds two products of a weight and 255 in 16 bits. The graph that
+    shows this multiplies numbers (N, 64) with a weight of 127s (tests/backends/test_onnx.py).
     """
     products = Session(Path(__file__).with_name("products.onnx").read_bytes())
     sums = products.run({"codes": np.full((1, 64), 255, np.uint8)})[0]
@@ -167,9 +166,6 @@ class OnnxBackbone(LanguageModel):
         similarity_window: As in `LanguageModel`.
         attention_window: As in `LanguageModel`.
         int8: Whether documents run in int8.
-
-    Attributes:
-        sample: See `Backbone.sample`.
     """
 
     device = "cpu"
@@ -198,6 +194,7 @@ class OnnxBackbone(LanguageModel):
         self.name = f"{config['model_type']} ({folder})"
         self.num_heads = config["num_attention_heads"]
         self.hidden_size = config["hidden_size"]
+        self.loaded_layers = config["num_hidden_layers"]
         self.head_dim = self.hidden_size // self.num_heads
         self.max_length = config["max_position_embeddings"]
         self.documents_in_int8 = int8
@@ -218,7 +215,7 @@ class OnnxBackbone(LanguageModel):
         return _Sessions(texts, documents, Session(self.graphs["queries.onnx"], self.folder))
 
     def _sample(self) -> tuple[float, ...]:
-        """As `Backbone.sample`: the fixed tokens run as a query after a masked document."""
+        """As `LanguageModel.sample`: the fixed tokens run as a query after a masked document."""
         masked = np.zeros((1, self.num_heads, 1, self.head_dim), np.float32)
         states = (masked,) * (self.last_layer - self.fusion_layer)
         nothing = Prefixes(states, states, (0,), 0, ())
@@ -235,8 +232,8 @@ class OnnxBackbone(LanguageModel):
             self._by_process[process] = self._open()
         return self._by_process[process]
 
-    def save(self, folder: Path) -> None:
-        """Write the encoder and its tokenizer into a new folder."""
+    def save(self, folder: Path, tokenizer: Any) -> None:
+        """See `LanguageModel.save`. The files are copied."""
         folder.mkdir()
         for name in ENCODER_FILES:
             if (self.folder / name).is_file():
@@ -302,8 +299,7 @@ def read_encoder_config(folder: Path) -> dict[str, Any]:
     Raises:
         BackboneError: The config does not describe an encoder with GELU, or its weights have other
             names.
-        ArtifactError: The tables of words and positions do not have the config's sizes, or the
-            tokenizer has larger token ids.
+        ArtifactError: The tables of words and positions do not have the config's sizes.
     """
     config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     if config.get("hidden_act") != "gelu" or config.get("is_decoder"):
@@ -316,10 +312,11 @@ def read_encoder_config(folder: Path) -> dict[str, Any]:
         dtype = file.get_slice(WORDS).get_dtype()
     if dtype not in ("F32", "F16"):
         raise BackboneError(f"The weights in {folder} are stored as {dtype}. {ADVICE}")
-    if words[1] != width or places != [config["max_position_embeddings"], width]:
+    if words != [config["vocab_size"], width] or places != [
+        config["max_position_embeddings"],
+        width,
+    ]:
         raise ArtifactError(f"{folder}: the weights do not have the sizes that config.json names.")
-    if largest_id(folder / "tokenizer.json") >= words[0]:
-        raise ArtifactError(f"{folder}: the tokenizer has ids for which there are no embeddings.")
     return config
 
 

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -28,6 +29,7 @@ from ...method.formula import Weights
 from ...method.prefix import Prefix, Prefixes, Show, attention_band, padded_length, pooled
 from ..base import LanguageModel
 from .probe import Entrance, Probe, Reader, Recorder, StopForward
+from .quiet import quiet_transformers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -59,8 +61,7 @@ class Backbone(LanguageModel):
         causal: Whether tokens see only earlier ones (a decoder).
         num_heads: H.
         head_dim: D.
-        sample: Entries of the last read layer's value vectors on fixed tokens. They depend on every
-            weight below, so that they identify a checkpoint.
+        sample: As in `LanguageModel`.
         pads_keys: Whether attention can get keys padded to a multiple of 32.
         reader: The cache that reads queries.
         identity: As in `LanguageModel`.
@@ -115,6 +116,12 @@ class Backbone(LanguageModel):
         for name, array in weights.state_dict().items():
             arrays[name] = torch.asarray(array, device=self.device, copy=True)
         return Weights(layers=weights.layers, **arrays)
+
+    def save(self, folder: Path, tokenizer: Any) -> None:
+        """See `LanguageModel.save`. Layers that were not loaded are not written."""
+        with quiet_transformers():
+            self.model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
 
     def _positions(self) -> int:
         """The model's positions, see `LanguageModel.max_length`."""

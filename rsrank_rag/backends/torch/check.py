@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...errors import BackboneError
 from ...method.batches import Ids, is_out_of_memory
-from ..sample import TOKENS, sample_of, trial_ids
+from ..base import TOKENS, sample_of, trial_ids
 from .attention import NAME
 from .backbone import ADVICE, Backbone
 from .fusion import split_at

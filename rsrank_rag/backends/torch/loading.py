@@ -176,12 +176,3 @@ def quantisation(options: LoadOptions) -> dict[str, Any]:
         bnb_4bit_compute_dtype=options.resolved_dtype(),
     )
     return {"quantization_config": config, "device_map": {"": options.resolved_device()}}
-
-
-def save_model(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: str | Path
-) -> None:
-    """Write a model and its tokenizer into a new folder."""
-    with quiet_transformers():
-        model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
