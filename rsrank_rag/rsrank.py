@@ -119,7 +119,7 @@ class RSRank(Reranker):
     def from_backbone(
         cls,
         name: str | Path,
-        projection: "Projection",
+        projection: "Projection | Weights",
         *,
         revision: str | None = None,
         options: LoadOptions | None = None,

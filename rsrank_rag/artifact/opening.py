@@ -198,7 +198,7 @@ def open_model(
 
 def new_artifact(
     name: str,
-    projection: "Projection",
+    projection: "Projection | Weights",
     revision: str | None,
     options: LoadOptions | None,
     fields: dict[str, Any],
@@ -232,4 +232,5 @@ def new_artifact(
             f"B has shape {tuple(projection.weight.shape)}, but {core.name} needs "
             f"(L, H, P, D) = {config.shape}."
         )
-    return Parts(core, prompts, projection.weights(), config)
+    weights = Weights(layers=projection.layers, **projection.state_dict())
+    return Parts(core, prompts, weights, config)

@@ -1,6 +1,5 @@
 """The artifact folder: its files, equal scores after loading, and an error for every damage."""
 
-import copy
 import itertools
 import json
 import math
@@ -47,6 +46,7 @@ from rsrank_rag.backends.options import (
 )
 from rsrank_rag.backends.torch.projection import Projection
 from rsrank_rag.errors import ArtifactError, BackboneError, InputError, MissingDependencyError
+from rsrank_rag.method.formula import Weights
 from rsrank_rag.method.template import Template
 
 
@@ -251,7 +251,7 @@ def test_b_is_kept_in_fp32_under_the_sha256_of_the_config(saved, ranker):
 
 
 def test_b_is_stored_in_fp16_where_this_changes_no_entry(ranker, tmp_path):
-    exact = copy.deepcopy(ranker.projection).half().float()
+    exact = Weights(ranker.projection.weight.half().float(), ranker.projection.layers)
     RSRank(ranker.backbone, ranker.prompts, exact, ranker.config).save_pretrained(tmp_path)
     with safe_open(tmp_path / "projection.safetensors", framework="pt") as file:
         assert file.get_tensor("weight").dtype == torch.float16
