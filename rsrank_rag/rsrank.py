@@ -246,8 +246,9 @@ class RSRank(Reranker):
             row = Row(document.ids, query, key_of(document.ids))
             places.setdefault(row, []).append(place)
         rows = list(places)
-        self.prompts.words.check("queries", [row.query.ids for row in rows[:1]])
-        self.prompts.words.check("documents", [row.document for row in rows])
+        self.prompts.words.check(
+            [row.query.ids for row in rows[:1]], [row.document for row in rows]
+        )
         scores = [BLANK_SCORE] * len(tokenised)
         try:
             by_row = score_in_batches(self.reader, self.projection, rows, self.token_budget)

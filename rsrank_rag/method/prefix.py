@@ -92,11 +92,6 @@ class Prefix:
     def __len__(self) -> int:
         return int(self.states.shape[3])
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its arrays."""
-        return int(self.states.nbytes + self.pooled.nbytes)
-
 
 @dataclass(frozen=True)
 class Prefixes:

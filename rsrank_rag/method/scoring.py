@@ -142,6 +142,7 @@ class _BatchReader:
         consume: Consume,
     ) -> None:
         xp = namespace(prefixes.keys[0])
+        self.xp = xp
         self.on_device = {"device": reader.backbone.device}
         self.reader = reader
         self.count = count
@@ -180,20 +181,19 @@ class _BatchReader:
 
     def compare(self, queries: Array) -> None:
         """Compute the cosines of the documents' windows and the queries, both pooled, (Q, C)."""
-        xp = namespace(queries)
-        pooled = xp.concatenate(self.prefixes.pooled[: self.count])
+        pooled = self.xp.concatenate(self.prefixes.pooled[: self.count])
         windows = (self.first_window + self.window_of_row).reshape(-1)
         query_of_window = (self.null_row[:, None] + 0 * self.window_of_row).reshape(-1)
         cosines = []
         for start in range(0, len(windows), VECTORS):
             part = slice(start, start + VECTORS)
             cosines.append(cosine(pooled[windows[part]], queries[query_of_window[part]]))
-        self.similarity[:, :, 0] = xp.concatenate(cosines).reshape(self.window_of_row.shape)
+        self.similarity[:, :, 0] = self.xp.concatenate(cosines).reshape(self.window_of_row.shape)
 
     def _scored(self, values: Array) -> Array:
         """Of value vectors (rows, H, all tokens, D) those of scored tokens, (rows, H, T, D)."""
         places = (self.starts + self.columns).clip(None, values.shape[2] - 1)
-        rows = namespace(places).arange(len(places), **self.on_device)[:, None]
+        rows = self.xp.arange(len(places), **self.on_device)[:, None]
         return values[rows, :, places].swapaxes(1, 2)
 
     def _maxsim(self, queries: Array) -> Array:
@@ -203,7 +203,7 @@ class _BatchReader:
         """
         prompts = self.reader.prompts
         documents = self.prefixes.values[0][: self.count, :, self.prefixes.query_slots :]
-        xp = namespace(documents)
+        xp = self.xp
         places = xp.arange(documents.shape[2], **self.on_device)
         lengths = xp.asarray(self.prefixes.lengths[: self.count], **self.on_device)
         ends = (lengths - prompts.after_document)[:, None]
@@ -327,13 +327,15 @@ def _batches(reader: ShiftReader, rows: Sequence[Row], budget: int) -> Iterator[
     of them fit into a batch. Of queries of one length, these batches come first, because new
     documents may replace the cached prefixes.
     """
-    backbone = reader.backbone
-    joined = JOINED_BYTES.get(device_kind(backbone.device), JOINED_BYTES["cpu"])
-    joined //= max(1, backbone.bytes_per_token)
-    cached_budget = max(budget, min(joined, CACHED_BUDGETS * budget))
     keys: set[str] = set()
     if reader.cache is not None:
         keys = reader.cache.tiers.cached([row.key for row in rows])
+    cached_budget = budget
+    if keys:
+        backbone = reader.backbone
+        joined = JOINED_BYTES.get(device_kind(backbone.device), JOINED_BYTES["cpu"])
+        joined //= max(1, backbone.bytes_per_token)
+        cached_budget = max(budget, min(joined, CACHED_BUDGETS * budget))
     groups: dict[int, tuple[list[Row], list[Row]]] = {}
     for row in rows:
         new, cached = groups.setdefault(padded_length(len(row.query.ids)), ([], []))

@@ -50,10 +50,13 @@ class VocabularyCheck:
         # Pieces of words so far, and those that are whole words.
         self._counts = {"queries": np.zeros(2), "documents": np.zeros(2)}
 
-    def check(self, name: str, texts: Sequence[Sequence[int]]) -> None:
-        """Count the ids of some texts; ``name`` is "queries" or "documents"."""
-        if not self._is_on:
-            return
+    def check(self, queries: Sequence[Sequence[int]], documents: Sequence[Sequence[int]]) -> None:
+        """Count the ids of some texts."""
+        for name, texts in (("queries", queries), ("documents", documents)):
+            if self._is_on:
+                self._count(name, texts)
+
+    def _count(self, name: str, texts: Sequence[Sequence[int]]) -> None:
         ids = np.fromiter(chain.from_iterable(texts[:ROWS]), dtype=np.int64)
         whole = self._words[ids]
         whole[:-1] &= ~self._continuations[ids[1:]]

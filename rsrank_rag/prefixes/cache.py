@@ -151,14 +151,14 @@ class PrefixTiers:
 
     def add(self, key: str, prefix: Prefix) -> None:
         """Add a prefix to the memory, if it fits at all. The caller holds the lock."""
-        if key in self.in_memory or prefix.nbytes > self.limit:
+        if key in self.in_memory or _size(prefix) > self.limit:
             return
-        while self.in_memory and self.counts.device_bytes + prefix.nbytes > self.limit:
+        while self.in_memory and self.counts.device_bytes + _size(prefix) > self.limit:
             _, oldest = self.in_memory.popitem(last=False)
-            self.counts.device_bytes -= oldest.nbytes
+            self.counts.device_bytes -= _size(oldest)
             self.counts.evictions += 1
         self.in_memory[key] = prefix
-        self.counts.device_bytes += prefix.nbytes
+        self.counts.device_bytes += _size(prefix)
 
     def read_file(self, key: str) -> PackedPrefix | None:
         """A prefix on disk; None if there is none. A damaged file is counted and removed."""
@@ -199,6 +199,10 @@ class PrefixTiers:
         with self.lock:
             self.in_memory.clear()
             self.counts.device_bytes = 0
+
+
+def _size(prefix: Prefix) -> int:
+    return int(prefix.states.nbytes + prefix.pooled.nbytes)
 
 
 class CachedPrefixes:
