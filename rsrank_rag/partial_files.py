@@ -1,14 +1,12 @@
 """Write files and folders that appear only when they are complete, safely between processes."""
 
 import hashlib
-import json
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 from uuid import uuid4
 
 A_DAY = 24 * 3600
@@ -58,29 +56,6 @@ def write_text(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with appearing(path) as partial:
         partial.write_text(text, encoding="utf-8")
-
-
-def differences(path: Path, description: Mapping[str, Any]) -> list[str]:
-    """Compare the description of a run with that of the run that made the same folder.
-
-    The first run writes its description.
-
-    Args:
-        path: A JSON file in the folder, with the description of the first run.
-        description: The settings of a run, as values that JSON can hold.
-
-    Returns:
-        A phrase for each entry of the description that differs from the entry in the file.
-    """
-    text = json.dumps(description, indent=2, sort_keys=True) + "\n"
-    if not path.exists():
-        write_text(path, text)
-    before = json.loads(path.read_text(encoding="utf-8"))
-    return [
-        f"{name}: {before.get(name)!r} there, {value!r} wanted"
-        for name, value in json.loads(text).items()
-        if before.get(name) != value
-    ]
 
 
 @contextmanager

@@ -17,7 +17,6 @@ from ..errors import InputError
 from ..evaluation.datasets import LabelledSets, read_sets, warn_of_reuse
 from ..evaluation.evaluate import (
     lost_answers,
-    recommend,
     score_dataset,
     shared_rule,
     summarise,
@@ -134,7 +133,6 @@ def evaluate(
                 "rule": asdict(rule),
                 **summarise(queries, rule),
                 "lost_answers": lost_answers(sets[title], queries, rule),
-                "recommendation": recommend(queries, rule),
             }
             records.append(record)
     if as_json:
@@ -170,7 +168,7 @@ def _measure(
 
 
 def print_rules(name: str, scored: Sequence[ScoredQuery], rule: Rule) -> None:
-    """Print what the rule in use and its alternatives keep of all queries, and the advice."""
+    """Print what the rule in use and its alternatives keep of all queries."""
     summary = summarise(scored, rule)
     answerable = summary["answerable"]
     unanswerable = summary["queries"] - answerable
@@ -190,7 +188,6 @@ def print_rules(name: str, scored: Sequence[ScoredQuery], rule: Rule) -> None:
         "called relevant w/o answer",
     )
     print_table(title, heading, rows)
-    echo(recommend(scored, rule))
 
 
 def print_file(title: str, records: Sequence[Mapping[str, Any]]) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 from ..errors import ScoringError
 from ..ranking.rule import Rule
 from ..reranker import Reranker
-from .best_rule import ENOUGH_ANSWERS, Goal, best_rule
+from .best_rule import best_rule
 from .datasets import LabelledQuery
 from .metrics import (
     ScoredQuery,
@@ -71,45 +71,6 @@ def lost_answers(
     """Ids of the queries that have a relevant document, but keep no relevant one."""
     lost = selection_measures(scored, rule)["lost"]
     return [query.id for query, is_lost in zip(queries, lost, strict=True) if is_lost == 1]
-
-
-def recommend(scored: Sequence[ScoredQuery], rule: Rule) -> str:
-    """Say in a sentence which rule suits the queries, with the numbers that speak for it.
-
-    An answer is lost if a query has a relevant document and no relevant one is kept. Among the
-    rules by score that lose at most `Goal.lost` of the answers, the one with the highest F1 is
-    recommended; without such a rule, the one that loses fewest. The file's own order is no
-    candidate, because a file of labels may list the relevant documents first.
-
-    Args:
-        scored: Scored queries.
-        rule: The rule in use.
-    """
-    answerable = sum(any(query.relevant) for query in scored)
-    if not answerable:
-        return "No query has a relevant passage, so no answer can be lost and no rule is advised."
-    by_score = [one for one in rules(rule).values() if isinstance(one, Rule)]
-    results = {one: apply_rule(scored, one) for one in by_score}
-    fewest = min(result.lost for result in results.values())
-    limit = Goal.lost * answerable
-    reason = f"lose at most {Goal.lost:.0%} of the answers"
-    if fewest > limit:
-        limit = fewest
-        reason = f"lose fewest answers (every one loses more than {Goal.lost:.0%})"
-    tolerated = [one for one in by_score if results[one].lost <= limit]
-    best = max(tolerated, key=lambda one: results[one].f1)
-    result = results[best]
-    advice = (
-        f"On these queries this rule loses {result.lost} of {answerable} answers and keeps "
-        f"{result.kept:.2f} passages a query, with F1 {result.f1:.3f}: {best}. Of the rules by "
-        f"score that {reason}, none has a better F1."
-    )
-    if answerable < ENOUGH_ANSWERS:
-        advice += (
-            f" {answerable} queries with a relevant passage prove little about other queries: "
-            f"label {ENOUGH_ANSWERS} or more."
-        )
-    return advice
 
 
 def shared_rule(sets: Sequence[Sequence[ScoredQuery]]) -> Rule:

@@ -5,6 +5,7 @@ query. A file appears only when it is complete, so that a run that was killed go
 stopped. Files are memory-mapped: features may be larger than memory.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import TrainingError
-from ..partial_files import appearing, differences
+from ..partial_files import appearing, write_text
 
 DESCRIPTION = "store.json"
 
@@ -63,7 +64,15 @@ def open_folder(folder: Path, description: Mapping[str, Any]) -> None:
     Raises:
         TrainingError: The folder holds features of something else.
     """
-    different = differences(folder / DESCRIPTION, description)
+    path = folder / DESCRIPTION
+    text = json.dumps(description, indent=2, sort_keys=True) + "\n"
+    if not path.exists():
+        write_text(path, text)
+    before = json.loads(path.read_text(encoding="utf-8"))
+    different = []
+    for name, value in json.loads(text).items():
+        if before.get(name) != value:
+            different.append(f"{name}: {before.get(name)!r} there, {value!r} wanted")
     if different:
         raise TrainingError(
             f"{folder} holds features of something else ({'; '.join(different)}). Use another "

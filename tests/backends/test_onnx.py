@@ -121,10 +121,10 @@ def test_few_tokens_of_documents_run_together_however_large_the_batch(rounded, m
     sizes = []
     run = onnx_runtime.Session.run
 
-    def recorded(self, feeds, outputs=()):
+    def recorded(self, feeds):
         if self is rounded.backbone._sessions.documents:
             sizes.append(feeds["embedded"].shape[:2])
-        return run(self, feeds, outputs)
+        return run(self, feeds)
 
     monkeypatch.setattr(onnx_runtime.Session, "run", recorded)
     monkeypatch.setattr(onnx_runtime, "RUN_TOKENS", 10**6)
@@ -317,11 +317,11 @@ def test_memory_that_runs_out_halves_the_batch(exact, monkeypatch):
     session = exact.backbone._sessions.queries
     real = session._session
 
-    def once(self, feeds, outputs=()):
+    def once(self, feeds):
         if self is session and failures:
             self._session = Failing()
         try:
-            return run(self, feeds, outputs)
+            return run(self, feeds)
         finally:
             session._session = real
 

@@ -237,7 +237,6 @@ def test_evaluate_prints_one_record_a_file_and_shows_the_same_table(artifact, la
     data = ["--data", labelled[0], "--data", labelled[1]]
     table = run("evaluate", "-m", artifact, *data).stdout
     records = json.loads(run("evaluate", "-m", artifact, *data, "--json").stdout)
-    assert all(record["recommendation"].startswith("On these queries") for record in records)
     assert [(record["dataset"], record["queries"]) for record in records] == [
         ("first.set", 2),
         ("second", 2),
@@ -246,8 +245,6 @@ def test_evaluate_prints_one_record_a_file_and_shows_the_same_table(artifact, la
         assert plain(record["ndcg@5"]) in table
         assert plain(record["rules"]["in_use"]["f1"]) in table
     assert "first 5 in the file's order" in table
-    last_lines = " ".join(table[table.rindex("On these queries") :].split())
-    assert re.search(r"loses \d of 4 answers and keeps [\d.]+ passages a query, with", last_lines)
 
 
 def test_evaluate_shows_systems_side_by_side_with_every_number_whole(capsys):

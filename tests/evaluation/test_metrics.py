@@ -14,7 +14,6 @@ from rsrank_rag.evaluation import datasets
 from rsrank_rag.evaluation.datasets import LabelledDocument, read_labelled
 from rsrank_rag.evaluation.evaluate import (
     lost_answers,
-    recommend,
     score_dataset,
     summarise,
 )
@@ -310,40 +309,9 @@ def test_a_summary_has_the_same_measures_for_the_rule_in_use_and_for_others():
     assert found["top5"]["kept"] == pytest.approx((4 + 4 + 2) / 3)
 
 
-def test_the_recommendation_names_a_rule_and_says_where_queries_are_few():
-    # Each relevant document is the best of ten. In six of the queries it scores below zero.
-    queries = [
-        ScoredQuery([place - 8.5 - 9.0 * (number < 6) for place in range(10)], [False] * 9 + [True])
-        for number in range(29)
-    ]
-    native = Rule(0.0, fallback=Fallback(max_gap=0.5, max_depth=10.0))
-    advice = (
-        "On these queries this rule loses 0 of {0} answers and keeps 1.00 passages a query, with "
-        "F1 1.000: zero, else within 0.5 of the best and above -10. Of the rules by score that "
-        "lose at most 10% of the answers, none has a better F1."
-    )
-    assert recommend(queries, native) == advice.format(29)
-    assert recommend(queries[:14], native) == advice.format(14) + (
-        " 14 queries with a relevant passage prove little about other queries: label 29 or more."
-    )
-
-
-def test_where_every_rule_loses_many_answers_the_recommendation_says_so():
-    # The relevant document is the last of ten.
-    worst = ScoredQuery([4.5 - place for place in range(10)], [False] * 9 + [True])
-    assert recommend([worst] * 29, Rule(0.0)).endswith(
-        "Of the rules by score that lose fewest answers (every one loses more than 10%), none has "
-        "a better F1."
-    )
-
-
 def test_lost_answers_are_named_by_the_ids_of_their_queries():
     queries = [datasets.LabelledQuery(id=name, query="?", documents=()) for name in "abc"]
     assert lost_answers(queries, [MIXED, BELOW, NO_ANSWER], Rule(0.0)) == ["b"]
-
-
-def test_where_no_query_has_an_answer_nothing_is_recommended():
-    assert "no rule is advised" in recommend([NO_ANSWER], Rule(0.0))
 
 
 def test_sets_that_share_a_name_go_by_their_paths(tmp_path):

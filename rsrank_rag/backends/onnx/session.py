@@ -70,21 +70,20 @@ class Session:
             graph, options, providers=["CPUExecutionProvider"]
         )
 
-    def run(self, feeds: Mapping[str, Numbers], outputs: Sequence[str] = ()) -> list[Numbers]:
+    def run(self, feeds: Mapping[str, Numbers]) -> list[Numbers]:
         """Run the graph.
 
         Args:
             feeds: An array for each input, by name.
-            outputs: Names of outputs; without names, all.
 
         Returns:
-            An array for each of these outputs.
+            An array for each output.
 
         Raises:
             MemoryError: The run does not fit into memory.
         """
         try:
-            return list(self._session.run(outputs or None, feeds))
+            return list(self._session.run(None, feeds))
         except Exception as error:
             # The class of ONNX Runtime's error says less than its text.
             if "allocate memory" in str(error) or "bad_alloc" in str(error):
