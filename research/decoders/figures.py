@@ -12,10 +12,10 @@ import torch
 from torch.nn.functional import normalize
 
 from rsrank_rag.artifact import hub
+from rsrank_rag.backends.torch.projection import Projection
 from rsrank_rag.cli.options import PATH, command
 from rsrank_rag.errors import InputError
-from rsrank_rag.method.arrays import Numbers
-from rsrank_rag.method.formula import EPSILON
+from rsrank_rag.method.formula import EPSILON, Numbers
 from rsrank_rag.ranking.rule import Rule
 from rsrank_rag.training.store import QueryFeatures
 
@@ -136,7 +136,7 @@ def main(
         config = hub.read_config(artifact)
         read = Store(features).read(SET, part.drawn()).values()
         queries = first_layers(list(read), len(config.layers))
-        weights = dict(hub.read_projection(artifact, config).named_parameters())
+        weights = dict(Projection.of(hub.read_weights(artifact, config)).named_parameters())
         drawn["decoders-shifts"] = shift_map(queries, weights["weight"].detach())
     for name, figure in drawn.items():
         (output / f"{name}.png").write_bytes(plots.png(figure))

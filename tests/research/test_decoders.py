@@ -16,6 +16,7 @@ from rsrank_rag import RSRank
 from rsrank_rag.artifact import hub
 from rsrank_rag.artifact.opening import open_model
 from rsrank_rag.backends.options import LoadOptions
+from rsrank_rag.backends.torch.projection import Projection
 from rsrank_rag.evaluation.metrics import ScoredQuery
 from rsrank_rag.method.scoring import Row, ShiftReader
 from rsrank_rag.method.template import Template
@@ -268,7 +269,7 @@ def test_the_directions_after_b_add_up_to_the_score(folder, features, artifact):
     queries = Plan.load(str(folder / "plan.toml")).files("dev")["2wiki.sentence"].drawn()
     query = Store(features).read("2wiki.sentence", queries)[queries[0].id]
     config = hub.read_config(artifact)
-    weights = dict(hub.read_projection(artifact, config).named_parameters())
+    weights = dict(Projection.of(hub.read_weights(artifact, config)).named_parameters())
     after = figures.directions(query, weights["weight"].detach())
     (expected,) = scored([query], weights)
     rows = config.projection_dim
