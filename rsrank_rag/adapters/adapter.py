@@ -197,7 +197,8 @@ class ModelAdapter(DeviceSettings, CacheSettings):
     def _source(self) -> ModelSource | Reranker:
         if isinstance(self.model, Reranker):
             return self.model
-        return ModelSource(
+        # These values have been checked as settings of this adapter.
+        return ModelSource.model_construct(
             name=self.model,
             revision=self.revision,
             backbone=self.backbone,
