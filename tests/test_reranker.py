@@ -96,7 +96,7 @@ def test_a_data_frame_is_refused_instead_of_ranking_the_names_of_its_columns():
         Fake([0.0]).rank("query", pandas.DataFrame({"text": ["a"]}))
 
 
-def test_a_result_is_a_sequence_of_what_is_kept():
+def test_a_result_is_a_sequence_of_what_is_kept_and_false_where_nothing_is():
     result = rank([1.0, 3.0, -1.0])
     assert (result[0], result[-1], list(reversed(result))) == (
         result.kept[0],
@@ -104,6 +104,8 @@ def test_a_result_is_a_sequence_of_what_is_kept():
         [*result.kept][::-1],
     )
     assert result[:1] == result.kept[:1]
+    assert (len(result), list(result)) == (2, list(result.kept))
+    assert not rank([-1.0])
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -233,13 +235,6 @@ def test_the_score_of_a_blank_document_survives_json_and_half_precision():
 
 def result_of(*scores):
     return rank(list(scores))
-
-
-def test_a_result_is_a_sequence_of_what_was_kept_and_false_where_nothing_was():
-    result = result_of(2.0, -1.0, 3.0)
-    assert len(result) == 2
-    assert [document.index for document in result] == [2, 0]
-    assert not result_of(-1.0)
 
 
 def test_a_result_gives_all_documents_in_the_order_in_which_they_were_passed():

@@ -2,7 +2,6 @@
 
 import math
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -150,11 +149,6 @@ def test_a_part_that_is_out_of_range_is_an_error(limits, message):
         Scores().rank("q", ["1"], **limits)
     with pytest.raises(InputError, match=r"fallback\.max_depth must be a number of at least 0"):
         Fallback(1.0, -2.0)
-
-
-def test_numbers_of_numpy_are_numbers():
-    scores = [1.0, 0.7]
-    assert kept(scores, threshold=np.float32(0.8), max_gap=np.int64(2), fallback=None) == [0]
 
 
 def test_a_rule_in_words_names_all_its_parts():

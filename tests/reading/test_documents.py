@@ -120,7 +120,12 @@ def test_normalised_scores_lie_between_0_and_1_and_say_the_same():
 
 def test_numbers_of_numpy_are_numbers():
     result = Recorder().rank(
-        "q", ["a", "a b", "a b c"], top_n=np.int64(1), threshold=np.float32(0.5), context=np.int8(0)
+        "q",
+        ["a", "a b", "a b c"],
+        top_n=np.int64(1),
+        threshold=np.float32(0.5),
+        max_gap=np.int64(2),
+        context=np.int8(0),
     )
     assert [one.index for one in result.kept] == [2]
 
