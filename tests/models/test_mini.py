@@ -183,7 +183,7 @@ def figures():
 def test_every_table_of_figures_is_written_from_the_one_file(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "research" / "mini")
     tables = importlib.import_module("tables")
-    found = tables.blocks(*tables.read())
+    found = tables.blocks(tables.read())
     for page in tables.PAGES:
         text = (ROOT / page).read_text(encoding="utf-8")
         assert tables.BLOCK.search(text), page
