@@ -152,19 +152,14 @@ def load(source: ModelSource) -> Reranker:
 
     kind, name = parse(source.name)
     if kind is not None:
-        _check_settings(source)
+        unused = [name for name in ONLY_RSRANK if getattr(source, name)]
+        if unused:
+            raise InputError(
+                f"{source.name} is no RSRank model, so {', '.join(unused)} would have no effect. "
+                "Leave it out."
+            )
         return kind.load(source.model_copy(update={"name": name}))
     return RSRank.from_pretrained(**source.model_dump())
-
-
-def _check_settings(source: ModelSource) -> None:
-    """Raise InputError for settings that have an effect on RSRank only."""
-    unused = [name for name in ONLY_RSRANK if getattr(source, name)]
-    if unused:
-        raise InputError(
-            f"{source.name} is no RSRank model, so {', '.join(unused)} would have no effect. "
-            "Leave it out."
-        )
 
 
 def parse(text: str) -> tuple[Kind | None, str]:

@@ -38,10 +38,8 @@ QUANTISED = ("int8", "nf4")
 QUANTISED_ARGUMENTS = {"load_in_8bit": "int8", "load_in_4bit": "nf4"}
 """Arguments of transformers that stand for a dtype."""
 
-
 # An encoder's files. Torch reads the last one; without it, the tokenizer is that of the model type.
 ENCODER_FILES = ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
-
 
 _SIZE = TypeAdapter[ByteSize](Annotated[ByteSize, Field(ge=0)])
 
@@ -63,24 +61,17 @@ def as_bytes(size: Any) -> int:
         raise InputError(f"{size!r} is no size. Write bytes, or such as '512MB'.") from None
 
 
-def as_text(path: Any) -> Any:
-    """A path as text; any other value as it is."""
-    return os.fspath(path) if isinstance(path, os.PathLike) else path
-
-
 def _as_name(value: Any) -> Any:
     # A device or a dtype, for whose check torch need not be imported.
     if type(value).__module__.partition(".")[0] == "torch":
         return str(value).removeprefix("torch.")
-    return as_text(value)
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 # A text that users may also pass as a path, a device or a dtype.
 Name = Annotated[str, BeforeValidator(_as_name)]
 Size = Annotated[int, BeforeValidator(as_bytes)]
-Folder = Annotated[
-    str, BeforeValidator(as_text), Field(min_length=1), AfterValidator(os.path.expanduser)
-]
+Folder = Annotated[Name, Field(min_length=1), AfterValidator(os.path.expanduser)]
 
 
 class CacheSettings(BaseModel, use_attribute_docstrings=True):
@@ -141,10 +132,10 @@ class LoadSettings(DeviceSettings):
     deterministic: bool = False
     """The same bits whatever else is scored: one row a batch (slower)."""
 
-    def load_options(self, **more: Any) -> LoadOptions:
-        """These settings and ``more`` fields of `LoadOptions`."""
+    def load_options(self) -> LoadOptions:
+        """These settings as `LoadOptions`."""
         settings = {name: value for name, value in self if name in LoadSettings.model_fields}
-        return LoadOptions(**settings, **more)
+        return LoadOptions(**settings)
 
 
 class LoadOptions(LoadSettings):

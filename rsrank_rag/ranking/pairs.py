@@ -82,8 +82,6 @@ def parts_of(pair: Pair, spans: Sequence[Span]) -> list[Pair]:
 
 def spans_of(pair: Pair, token_ends: TokenEnds) -> list[Span]:
     """Spans of the parts of a document; raises as `cut`."""
-    if pair.reading.is_whole:
-        return [(0, len(pair.document))]
     max_tokens = token_ends("")[1] if pair.reading.in_windows else None
     spans: list[Span] = []
     for section in sections_of(pair, max_tokens):
