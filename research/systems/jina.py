@@ -13,6 +13,7 @@ class JinaReranker(CrossEncoder):
     `CrossEncoder`.
     """
 
+    threshold = 0.0
     runs_own_code = True
 
     def __init__(
@@ -23,7 +24,7 @@ class JinaReranker(CrossEncoder):
         options: LoadOptions | None = None,
     ) -> None:
         _restore_function_of_transformers_4()
-        super().__init__(name, threshold=0.0, revision=revision, options=options)
+        super().__init__(name, revision=revision, options=options)
 
 
 def _restore_function_of_transformers_4() -> None:

@@ -6,8 +6,7 @@ name of each class, and a class is imported when a reranker of its kind is loade
 `research.systems` adds the systems that only the paper's experiments need.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -28,12 +27,10 @@ class Kind:
         class_path: Module, and the class or function that makes a reranker.
         default: What is loaded if nothing follows the colon; None if something must. Empty for a
             system without a model, whose name has no colon.
-        settings: Arguments in addition to name, revision and options.
     """
 
     class_path: str
     default: str | None = None
-    settings: Mapping[str, Any] = field(default_factory=dict)
 
     def form(self, name: str) -> str:
         """How users write a system of this kind, such as ``bm25`` or ``cross-encoder:NAME``.
@@ -55,7 +52,7 @@ class Kind:
         if self.default == "":
             system: Reranker = make()
         else:
-            system = make(source.name, revision=source.revision, options=source, **self.settings)
+            system = make(source.name, revision=source.revision, options=source)
         return system
 
 
@@ -126,10 +123,7 @@ TUNED = Kind(f"{__name__}.load_tuned")
 _ENCODERS = "rsrank_rag.evaluation.systems.sentence_transformers"
 
 KINDS: dict[str, Kind] = {
-    # The sigmoid of its output is the probability of relevance: 0 is one half.
-    "bge-reranker-v2-m3": Kind(
-        f"{_ENCODERS}.CrossEncoder", "BAAI/bge-reranker-v2-m3", {"threshold": 0.0}
-    ),
+    "bge-reranker-v2-m3": Kind(f"{_ENCODERS}.BGEReranker", "BAAI/bge-reranker-v2-m3"),
     "cross-encoder": Kind(f"{_ENCODERS}.CrossEncoder"),
     "bi-encoder": Kind(f"{_ENCODERS}.BiEncoder"),
     "bm25": Kind("rsrank_rag.evaluation.systems.bm25.BM25", default=""),

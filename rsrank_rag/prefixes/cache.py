@@ -151,14 +151,16 @@ class PrefixTiers:
 
     def add(self, key: str, prefix: Prefix) -> None:
         """Add a prefix to the memory, if it fits at all. The caller holds the lock."""
-        if key in self.in_memory or _size(prefix) > self.limit:
+        size = _size(prefix)
+        if key in self.in_memory or size > self.limit:
             return
-        while self.in_memory and self.counts.device_bytes + _size(prefix) > self.limit:
+        # A process that was forked while a thread was here may count one prefix too many.
+        while self.in_memory and self.counts.device_bytes + size > self.limit:
             _, oldest = self.in_memory.popitem(last=False)
             self.counts.device_bytes -= _size(oldest)
             self.counts.evictions += 1
         self.in_memory[key] = prefix
-        self.counts.device_bytes += _size(prefix)
+        self.counts.device_bytes += size
 
     def read_file(self, key: str) -> PackedPrefix | None:
         """A prefix on disk; None if there is none. A damaged file is counted and removed."""

@@ -26,7 +26,7 @@ from rsrank_rag.cli import app
 from rsrank_rag.errors import BackboneError, InputError, MissingDependencyError
 from rsrank_rag.evaluation.datasets import LabelledDocument, LabelledQuery
 from rsrank_rag.evaluation.systems.bm25 import BM25
-from rsrank_rag.evaluation.systems.sentence_transformers import BiEncoder, CrossEncoder
+from rsrank_rag.evaluation.systems.sentence_transformers import BGEReranker, BiEncoder, CrossEncoder
 from rsrank_rag.training.features import FeatureExtractor
 from rsrank_rag.training.recipe import FeaturePart
 from rsrank_rag.training.store import QueryFeatures
@@ -110,7 +110,7 @@ def cross_encoder_reference(folder, query, document):
 
 def test_a_cross_encoder_scores_as_one_pair_at_a_time(tmp_path):
     folder = save_cross_encoder(tmp_path)
-    reranker = CrossEncoder(str(folder), threshold=0.0, options=CPU)
+    reranker = BGEReranker(str(folder), options=CPU)
     expected = [cross_encoder_reference(folder, QUERY, text) for text in TEXTS]
     assert max(expected) - min(expected) > 0.01
     assert reranker.score(QUERY, TEXTS) == pytest.approx(expected, abs=1e-5)

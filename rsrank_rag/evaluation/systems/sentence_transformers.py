@@ -50,13 +50,11 @@ class BiEncoder(Reranker):
 class CrossEncoder(Reranker):
     """A sentence-transformers cross-encoder, by its raw output.
 
-    The sigmoid of BGE-reranker-v2's output is the probability of relevance. So its native threshold
-    is 0, where this probability is one half. Other models may be trained on order alone. Such a
-    model has no native threshold. The model is loaded in float32, unless ``options`` name a dtype.
+    It has no native threshold, because a model may be trained on order alone. The model is loaded
+    in float32, unless ``options`` name a dtype.
 
     Args:
         name: Hub id or folder.
-        threshold: The native threshold in logits; None for none.
         revision: Commit, tag or branch on the Hub.
         options: How to load the model.
 
@@ -66,6 +64,8 @@ class CrossEncoder(Reranker):
         MissingDependencyError: sentence-transformers is not installed.
     """
 
+    threshold: float | None = None
+
     runs_own_code = False
     """Whether code of the model's repository runs."""
 
@@ -73,11 +73,9 @@ class CrossEncoder(Reranker):
         self,
         name: str,
         *,
-        threshold: float | None = None,
         revision: str | None = None,
         options: LoadOptions | None = None,
     ) -> None:
-        self.threshold = threshold
         self._model = _load(
             "CrossEncoder", name, revision, options, trust_remote_code=self.runs_own_code
         )
@@ -96,6 +94,15 @@ class CrossEncoder(Reranker):
         pairs = [(query, document) for document in documents]
         scores = self._model.predict(pairs, activation_fn=Identity(), show_progress_bar=False)
         return [float(score) for score in scores]
+
+
+class BGEReranker(CrossEncoder):
+    """BGE-reranker-v2. The sigmoid of its output is the probability of relevance.
+
+    So its native threshold is 0, where this probability is one half.
+    """
+
+    threshold = 0.0
 
 
 def _load(
