@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from rsrank_rag import RSRank
+from rsrank_rag.backends.options import ModelSource
 from rsrank_rag.backends.torch.backbone import Backbone
 from rsrank_rag.method.prefix import padded_length
 
@@ -41,14 +42,14 @@ def figures(model: str, backbone: str | None, turns: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         new = RSRank.from_pretrained(model, backbone=backbone, cache_size=0)
         parts = (new.backbone, new.prompts, new.projection, new.config)
-        memory = RSRank(*parts, cache_size="4GB")
+        memory = RSRank(*parts, ModelSource(cache_size="4GB"))
         memory.score(QUERY, documents)
-        RSRank(*parts, cache_folder=folder).score(QUERY, documents)
+        RSRank(*parts, ModelSource(cache_folder=folder)).score(QUERY, documents)
         opened: list[RSRank] = []
 
         def reopen() -> None:
             # A new object has no prefix in memory.
-            opened[:] = [RSRank(*parts, cache_folder=folder)]
+            opened[:] = [RSRank(*parts, ModelSource(cache_folder=folder))]
 
         systems = [
             System("new", lambda: new.score(QUERY, documents)),

@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 from torch import Tensor
 from tqdm import tqdm
 
@@ -82,7 +83,7 @@ def artifacts(cases: int, seed: int) -> Counter[str]:
             shutil.copy(source / name, folder)
         files = {path: path.read_bytes() for path in Path(folder).iterdir()}
         config = hub.read_config(Path(folder))
-        weights = hub.read_projection(Path(folder), config).state_dict()
+        weights = hub.read_weights(Path(folder), config).state_dict()
         for case in tqdm(range(cases), desc="artifacts"):
             rng = random.Random(seed + case)
             path, other = rng.sample(sorted(files), 2)
@@ -104,11 +105,11 @@ def artifacts(cases: int, seed: int) -> Counter[str]:
 def _artifact_outcome(folder: Path, config: RSRankConfig, weights: dict[str, Tensor]) -> str:
     """Whether a folder holds this config and these weights; ArtifactError if it cannot be read."""
     read = hub.read_config(folder)
-    numbers = hub.read_projection(folder, read).state_dict()
+    numbers = hub.read_weights(folder, read).state_dict()
     if read != config:
         return CHANGED
     for name, weight in weights.items():
-        if not numbers[name].equal(weight):
+        if not np.array_equal(numbers[name], weight):
             return CHANGED
     return "read as it was"
 

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from rsrank_rag import RSRank
+from rsrank_rag.backends.options import ModelSource
 from rsrank_rag.backends.torch.attention import NAME
 from rsrank_rag.method.batches import Batches, Ids
 
@@ -61,7 +62,9 @@ def systems(ranker: RSRank, query: str, documents: list[str], keep: int) -> list
     tokens = longest + len(ranker.prompts.query(query).ids)
     # The plain code gets as many padded tokens at once as the package.
     rows = max(1, ranker.token_budget // tokens)
-    cached = RSRank(core, ranker.prompts, ranker.projection, ranker.config, cache_size=keep)
+    cached = RSRank(
+        core, ranker.prompts, ranker.projection, ranker.config, ModelSource(cache_size=keep)
+    )
     own = model.config.get_text_config()._attn_implementation
     hidden_states = Plain(ranker, by_hidden_states(ranker), rows)
     hooks = Plain(ranker, by_hooks(ranker), rows)
@@ -180,7 +183,9 @@ def paper_table(ranker: RSRank, turns: int) -> list[dict[str, Any]]:
             with batches.attempt():
                 batch(ids)
 
-    cached = RSRank(core, ranker.prompts, ranker.projection, ranker.config, cache_size=10**11)
+    cached = RSRank(
+        core, ranker.prompts, ranker.projection, ranker.config, ModelSource(cache_size=10**11)
+    )
     results = measure(
         [
             System("100 forwards", lambda: forward(alone=False)),

@@ -65,7 +65,7 @@ def measure(
     source = ModelSource(name=options.model, **{**defaults, **loading})
     # Weights are changed in torch's model.
     on_onnx = False if source.dtype == "float32" else None
-    ranker = RSRank(*open_artifact(source, on_onnx), cache_size=0)
+    ranker = RSRank(*open_artifact(source, on_onnx), ModelSource(cache_size=0))
     if change is not None:
         change(ranker)
     scores: list[float] = []
