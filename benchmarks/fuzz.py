@@ -20,13 +20,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from torch import Tensor
 from tqdm import tqdm
 
 from rsrank_rag import RSRank
 from rsrank_rag.artifact import hub
 from rsrank_rag.artifact.config import RSRankConfig
 from rsrank_rag.errors import ArtifactError
+from rsrank_rag.method.formula import Numbers
 
 CHANGED = "WRONG: read as something else"
 """Outcome of a damaged artifact that was read with another config or other weights."""
@@ -102,7 +102,7 @@ def artifacts(cases: int, seed: int) -> Counter[str]:
     return outcomes
 
 
-def _artifact_outcome(folder: Path, config: RSRankConfig, weights: dict[str, Tensor]) -> str:
+def _artifact_outcome(folder: Path, config: RSRankConfig, weights: dict[str, Numbers]) -> str:
     """Whether a folder holds this config and these weights; ArtifactError if it cannot be read."""
     read = hub.read_config(folder)
     numbers = hub.read_weights(folder, read).state_dict()
