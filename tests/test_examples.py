@@ -81,7 +81,7 @@ def test_what_mini_cannot_do_stands_in_its_description_and_in_the_readme():
     )
     assert "English only" in said
     assert "510 tokens" in said
-    assert "ships with `mini`, an English\nmodel" in README
+    assert "ships with `mini`, an English model" in README
 
 
 def test_the_island_guides_labels_are_as_the_notebooks_say():
