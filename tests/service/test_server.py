@@ -387,6 +387,9 @@ async def test_a_deadline_is_504_and_the_work_is_cancelled():
 
 
 async def test_a_client_that_leaves_takes_its_work_with_it(caplog):
+    # Objects of earlier tests, which would be collected and reported below.
+    gc.collect()
+    caplog.clear()
     caplog.set_level(logging.INFO, "rsrank_rag")
     ranker = Numbers()
     backend = scheduler(ranker)
