@@ -29,7 +29,7 @@ from ..cancellation import waiting
 from ..errors import InputError, RSRankError, check_names, nearest
 from ..ranking import shadow
 from ..reading.documents import InputDocument
-from ..reading.parts import LongDocuments, Reading
+from ..reading.parts import Extract, LongDocuments, Reading
 from ..remote.address import service_address, usable_key
 from ..reranker import (
     Fallback,
@@ -263,7 +263,7 @@ class RerankerAdapter(ModelAdapter):
     """Metadata keys whose values are read before the text, one a line. A value with which the text
     begins is left out, and so is a title that is none, such as a file name."""
 
-    extract: Literal["sentences"] | None = None
+    extract: Extract | None = None
     """'sentences': documents shrink to their sentences that score above the threshold."""
     context: int = Field(default=0, strict=True)
     """Keep also this many sentences before and after each kept sentence."""

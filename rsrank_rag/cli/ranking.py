@@ -7,7 +7,7 @@ import sys
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 from click import echo, option
@@ -18,6 +18,7 @@ from ..backends.options import CacheSettings, LoadOptions, ModelSource
 from ..errors import InputError
 from ..ranking.explanation import Explanation
 from ..ranking.rule import passes
+from ..reading.parts import Extract
 from ..texts import encodable
 from .options import (
     PATH,
@@ -91,7 +92,7 @@ def read_documents(source: str) -> list[Any]:
 @option("--top-n", type=int, help="Keep at most this many.")
 @option(
     "--extract",
-    type=click.Choice(["sentences"]),
+    type=click.Choice(get_args(Extract)),
     help="Keep only sentences that score above the threshold.",
 )
 @json_option
@@ -104,7 +105,7 @@ def rank(
     revision: str | None,
     rule_options: RuleOptions,
     top_n: int | None,
-    extract: Literal["sentences"] | None,
+    extract: Extract | None,
     as_json: bool,
 ) -> None:
     """Score documents for a query, keep the relevant ones, and drop the others.

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from ..cancellation import check_cancelled
 from ..errors import ScoringError
 from ..reading.parts import (
+    EXTRACTS,
     WHOLE,
     Excerpt,
     Reading,
@@ -14,7 +15,6 @@ from ..reading.parts import (
     TokenEnds,
     Window,
     sections,
-    sentences,
     windows,
 )
 from .results import Scored
@@ -129,7 +129,7 @@ def cut(pair: Pair, section: Span, token_ends: TokenEnds) -> list[Span]:
     start, stop = section
     text = pair.document[start:stop]
     if pair.reading.extract:
-        parts = sentences(text)
+        parts = EXTRACTS[pair.reading.extract](text)
     else:
         ends, limit = token_ends(text)
         if len(text) == len(pair.document) and len(ends) <= limit:

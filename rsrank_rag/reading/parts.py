@@ -4,7 +4,7 @@ import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, get_args
 
 from typing_extensions import Self
 
@@ -41,6 +41,9 @@ OVERLAP = 4
 SEAM = 4
 
 
+Extract = Literal["sentences"]
+"""The parts to which a document may shrink; see `Reading`. `EXTRACTS` has a function for each."""
+
 LongDocuments = Literal["cut", "windows"]
 """How a document that is too long is read; see `Reading`."""
 
@@ -48,7 +51,7 @@ LongDocuments = Literal["cut", "windows"]
 class ReadingOptions(TypedDict, total=False):
     """The fields of `Reading`. None for ``long_documents`` is what the reranker does by default."""
 
-    extract: Literal["sentences"] | None
+    extract: Extract | None
     context: int
     long_documents: LongDocuments | None
     max_characters: int | None
@@ -72,13 +75,13 @@ class Reading:
         InputError: A value that is out of range or has no effect.
     """
 
-    extract: Literal["sentences"] | None = None
+    extract: Extract | None = None
     context: int = 0
     long_documents: LongDocuments = "cut"
     max_characters: int | None = MAX_CHARACTERS
 
     def __post_init__(self) -> None:
-        check_choice("extract", self.extract, "sentences", None)
+        check_choice("extract", self.extract, *get_args(Extract), None)
         check_choice("long_documents", self.long_documents, "cut", "windows")
         check_count("context", self.context, 0)
         if self.max_characters is not None:
@@ -164,6 +167,10 @@ def sentences(text: str) -> list[Span]:
                 spans.append((start, stop))
         begin += boundaries[-1]["end_index"]
     return spans
+
+
+EXTRACTS: dict[Extract, Callable[[str], list[Span]]] = {"sentences": sentences}
+"""Functions from a text to the spans of its parts, in order."""
 
 
 def sections(text: str, window_tokens: int = 0) -> list[Span]:

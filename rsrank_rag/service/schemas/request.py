@@ -1,6 +1,6 @@
 """The request of all clients: a query and documents, under the names that each client uses."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import (
     AliasChoices,
@@ -14,7 +14,7 @@ from pydantic import (
 from typing_extensions import Self
 
 from ...ranking.rule import Fallback, Native
-from ...reading.parts import MAX_CHARACTERS, LongDocuments, Reading
+from ...reading.parts import MAX_CHARACTERS, Extract, LongDocuments, Reading
 from ...reranker import Pair
 from ..messages import Description
 
@@ -64,7 +64,7 @@ class RankRequest(BaseModel, strict=True):
     """Leave out documents further below the best one; null for no gap."""
     fallback: Fallback | Native | None = "native"
     """What stays if no document scores above the threshold; null for nothing."""
-    extract: Literal["sentences"] | None = None
+    extract: Extract | None = None
     """sentences: keep, of each document, the sentences that score above the threshold (by default
     the model's own; null: all), with their offsets; documents without such a sentence are left
     out."""
