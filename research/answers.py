@@ -110,7 +110,8 @@ def selections(systems: Iterable[str]) -> dict[str, Select]:
     rerankers keep the best three or five.
 
     Args:
-        systems: Names of rerankers. ``NAME@FOLDER`` loads the language model from a folder.
+        systems: Names of rerankers. ``NAME@FOLDER`` loads the language model from a folder, and
+            ``LABEL=NAME`` has another label in the table.
     """
     conditions: dict[str, Select] = {
         "all passages": lambda query: range(len(query.documents)),
@@ -118,14 +119,16 @@ def selections(systems: Iterable[str]) -> dict[str, Select]:
         "relevant passages": _relevant,
     }
     for text in systems:
-        name, _, folder = text.partition("@")
+        label, _, system = text.rpartition("=")
+        name, _, folder = system.partition("@")
+        label = label or name
         ranker = load(ModelSource(name=name, backbone=folder or None))
         if ranker.threshold is None:
-            conditions[f"{name}, best 3"] = _by_rule(ranker, threshold=None, top_n=3)
-            conditions[f"{name}, best 5"] = _by_rule(ranker, threshold=None, top_n=5)
+            conditions[f"{label}, best 3"] = _by_rule(ranker, threshold=None, top_n=3)
+            conditions[f"{label}, best 5"] = _by_rule(ranker, threshold=None, top_n=5)
         else:
-            conditions[f"{name}, above zero"] = _by_rule(ranker, max_gap=None, fallback=None)
-            conditions[f"{name}, default rule"] = _by_rule(ranker)
+            conditions[f"{label}, above zero"] = _by_rule(ranker, max_gap=None, fallback=None)
+            conditions[f"{label}, default rule"] = _by_rule(ranker)
     return conditions
 
 
@@ -148,40 +151,51 @@ def answer_all(
     sets: dict[str, list[LabelledQuery]],
     output: Path,
 ) -> None:
-    """Append the answers that the output lacks.
+    """Append the answers that the output lacks, question by question.
 
     Passages that were read before for the same question, in the same order, are not read again.
     """
     answers = read_answers(output)
     done = {(answer.condition, answer.set, answer.id) for answer in answers}
     read = {(answer.set, answer.id, answer.places): answer for answer in answers}
-    for condition, select in conditions.items():
+    for name, query in progress(in_turn(sets), "questions"):
+        for condition, select in conditions.items():
+            if (condition, name, query.id) in done:
+                continue
+            started = time.perf_counter()
+            places = tuple(select(query))
+            ranked = time.perf_counter()
+            same = read.get((name, query.id, places))
+            if same is None:
+                passages = [query.documents[place].content() for place in places]
+                text, tokens = model.answer(query.query, passages)
+                seconds = time.perf_counter() - ranked
+            else:
+                text, tokens, seconds = same.answer, same.tokens, same.reading_seconds
+            answer = Answer(
+                condition=condition,
+                set=name,
+                id=query.id,
+                places=places,
+                answer=text,
+                tokens=tokens,
+                ranking_seconds=ranked - started,
+                reading_seconds=seconds,
+            )
+            read[name, query.id, places] = answer
+            with output.open("a", encoding="utf-8") as file:
+                file.write(answer.model_dump_json() + "\n")
+
+
+def in_turn(sets: dict[str, list[LabelledQuery]]) -> list[tuple[str, LabelledQuery]]:
+    """The first question of each set, then the second ones, and so on."""
+    longest = max(map(len, sets.values()), default=0)
+    questions = []
+    for place in range(longest):
         for name, queries in sets.items():
-            waiting = [query for query in queries if (condition, name, query.id) not in done]
-            for query in progress(waiting, f"{condition}, {name}"):
-                started = time.perf_counter()
-                places = tuple(select(query))
-                ranked = time.perf_counter()
-                same = read.get((name, query.id, places))
-                if same is None:
-                    passages = [query.documents[place].content() for place in places]
-                    text, tokens = model.answer(query.query, passages)
-                    seconds = time.perf_counter() - ranked
-                else:
-                    text, tokens, seconds = same.answer, same.tokens, same.reading_seconds
-                answer = Answer(
-                    condition=condition,
-                    set=name,
-                    id=query.id,
-                    places=places,
-                    answer=text,
-                    tokens=tokens,
-                    ranking_seconds=ranked - started,
-                    reading_seconds=seconds,
-                )
-                read[name, query.id, places] = answer
-                with output.open("a", encoding="utf-8") as file:
-                    file.write(answer.model_dump_json() + "\n")
+            if place < len(queries):
+                questions.append((name, queries[place]))
+    return questions
 
 
 def read_answers(output: Path) -> list[Answer]:
@@ -330,7 +344,7 @@ def _points(share: float) -> str:
 @click.argument("model")
 @click.argument("gold", type=PATH)
 @click.argument("data", type=PATH, nargs=-1, required=True)
-@click.option("--system", "systems", multiple=True, help="Reranker, or NAME@FOLDER.")
+@click.option("--system", "systems", multiple=True, help="[LABEL=]NAME[@FOLDER].")
 @click.option("--questions", type=click.IntRange(1), default=100, help="Of each set.")
 @click.option("--output", type=PATH, default="runs/answers", help="Folder of answers and figures.")
 def main(

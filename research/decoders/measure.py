@@ -10,6 +10,7 @@ from rsrank_rag.artifact import hub
 from rsrank_rag.backends.options import ModelSource
 from rsrank_rag.backends.torch.projection import Projection
 from rsrank_rag.cli.options import PATH, command
+from rsrank_rag.errors import InputError
 from rsrank_rag.evaluation.datasets import LabelledQuery
 from rsrank_rag.evaluation.evaluate import score_dataset
 from rsrank_rag.evaluation.metrics import ScoredQuery
@@ -85,6 +86,26 @@ def sets_read(
     return sets
 
 
+def features_of(
+    store: Store, sets: dict[str, tuple[list[LabelledQuery], list[QueryFeatures]]]
+) -> dict[str, tuple[list[LabelledQuery], list[QueryFeatures]]]:
+    """The same queries with the features of another store, such as those of another decoder.
+
+    Raises:
+        InputError: The store lacks a query.
+    """
+    others = {}
+    for name, (queries, _) in sets.items():
+        features = store.read(name, queries)
+        if len(features) < len(queries):
+            raise InputError(
+                f"{store.folder} has features of {len(features)} of {len(queries)} queries of "
+                f"{name}. Read the others first (research.decoders.extract)."
+            )
+        others[name] = queries, [features[query.id] for query in queries]
+    return others
+
+
 def score_stored(
     artifact: Path, sets: dict[str, tuple[list[LabelledQuery], list[QueryFeatures]]]
 ) -> SystemScores:
@@ -119,17 +140,23 @@ def score_texts(
     )
 
 
-def named(text: str) -> tuple[str, str]:
-    """The two parts of ``NAME=VALUE``."""
-    name, _, value = text.partition("=")
-    return name, value or name
+def named(text: str) -> tuple[str, str, str]:
+    """The parts of ``NAME=VALUE=FEATURES``, of which the last ones may be missing."""
+    name, _, rest = text.partition("=")
+    value, _, features = rest.partition("=")
+    return name, value or name, features
 
 
 @command(resumes=False)
 @click.argument("plan")
 @click.argument("features", type=PATH)
 @click.argument("output", type=PATH)
-@click.option("--model", "models", multiple=True, help="NAME=ARTIFACT, measured on the features.")
+@click.option(
+    "--model",
+    "models",
+    multiple=True,
+    help="NAME=ARTIFACT, measured on FEATURES, or NAME=ARTIFACT=FOLDER with features of its own.",
+)
 @click.option("--system", "systems", multiple=True, help="NAME=SYSTEM, measured on the texts.")
 @click.option("--least", type=click.IntRange(1), default=10, help="Leave out smaller sets.")
 @click.option("--ablations", type=PATH, help="A file of research.decoders.ablations to copy.")
@@ -149,10 +176,11 @@ def main(
     }
     results = {}
     for text in models:
-        name, artifact = named(text)
-        results[name] = score_stored(Path(artifact), sets)
+        name, artifact, own = named(text)
+        read = features_of(Store(Path(own)), sets) if own else sets
+        results[name] = score_stored(Path(artifact), read)
     for text in systems:
-        name, system = named(text)
+        name, system, _ = named(text)
         results[name] = score_texts(system, sets)
     figures = Figures(scores=Scores(labels=labels, systems=results))
     if ablations is not None:

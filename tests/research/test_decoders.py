@@ -213,6 +213,9 @@ def test_the_artifact_gives_the_scores_of_stored_features(folder, features, arti
         texts = [document.content() for document in query.documents]
         assert ranker.score(query.query, texts) == pytest.approx(stored.scores, abs=0.02)
     assert scores.systems["tiny"].rule == ranker.native_rule
+    run(measure.main, *arguments[:3], "--model", f"{model}={features}", "--least", 3)
+    again = measure.Figures.model_validate_json(output.read_text()).scores
+    assert again == scores
 
 
 def test_the_rule_is_the_best_one_where_each_set_counts_the_same():
