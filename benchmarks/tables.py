@@ -39,6 +39,9 @@ class Table(NamedTuple):
 
 DECODERS = "research/docs/decoders.json"
 
+LARGER = "research/docs/decoders-1.5b.json"
+"""Both decoders and `mini` on the queries that the larger decoder has read."""
+
 TABLES = {
     "peers": Table("docs/benchmarks.md", "docs/peers.json", peers.table),
     "sentences": Table("docs/benchmarks.md", "docs/sentences.json", sentences.table),
@@ -51,8 +54,10 @@ TABLES = {
         "research/docs/thresholds.md", "research/docs/thresholds.json", rules.tuned_table
     ),
     "few queries": Table("research/docs/training.md", "docs/few-queries.json", few_queries.tables),
-    "models": Table("README.md", DECODERS, decoders.ladder),
-    "decoders": Table("docs/decoders.md", DECODERS, decoders.overview),
+    "models": Table("README.md", LARGER, decoders.ladder),
+    "decoders, larger": Table("docs/decoders.md", LARGER, decoders.overview),
+    "decoders, larger, typed": Table("docs/decoders.md", LARGER, decoders.typed),
+    "decoders": Table("research/docs/results.md", DECODERS, decoders.overview),
     "decoders, paper's sets": Table("research/docs/results.md", DECODERS, decoders.papers_sets),
     "decoders, typed": Table("research/docs/results.md", DECODERS, decoders.typed),
     "decoders, thresholds": Table("research/docs/results.md", DECODERS, decoders.thresholds),
