@@ -153,7 +153,12 @@ def papers_sets(figures: Any) -> str:
     return "\n\n".join(blocks)
 
 
-def typed(figures: Any) -> str:
+def typed_by_rule(figures: Any) -> str:
+    """What is lost and kept of typed questions by the artifact's rule."""
+    return typed(figures, at_zero=False)
+
+
+def typed(figures: Any, *, at_zero: bool = True) -> str:
     """What is lost and kept of typed questions, at zero and by the artifact's rule."""
     scores = Figures.model_validate(figures).scores
     head = ["questions", "model", "nDCG@5", "AUROC", "rule", "lost", "kept", "F1"]
@@ -165,7 +170,10 @@ def typed(figures: Any) -> str:
         for system, of_system in scores.systems.items():
             queries = scores.scored(system, name)
             separation = auroc(*best_scores(queries)) or 0.0
-            for words, rule in (("zero", Rule(0.0)), ("default", of_system.rule)):
+            rules = {"zero": Rule(0.0), "default": of_system.rule}
+            if not at_zero:
+                del rules["zero"]
+            for words, rule in rules.items():
                 values = selection_measures(queries, rule)
                 called = values["called_relevant"]
                 called = called[~np.isnan(called)]
