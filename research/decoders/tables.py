@@ -119,10 +119,10 @@ def ladder(figures: Any) -> str:
         if system not in SHIPPED:
             continue
         cells = [f"`{system}`", *SHIPPED[system]]
-        for names in groups.values():
+        for group in groups.values():
             ranking = []
             selection = []
-            for name in names:
+            for name in group:
                 queries = scores.scored(system, name)
                 ranking.append(measures(queries)["nDCG@5"])
                 selection.append(float(selection_measures(queries, of_system.rule)["f1"].mean()))

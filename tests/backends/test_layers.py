@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 import shutil
 
 import pytest
@@ -108,6 +109,16 @@ def test_8bit_scores_without_the_later_layers_are_those_with_them(kind, tiny_fol
     assert part.score(QUERY, DOCUMENTS) == full(tiny_folder(kind), part, options).score(
         QUERY, DOCUMENTS
     )
+
+
+def test_8bit_products_log_nothing_and_the_logger_stays_as_it_was(tiny_folder, caplog):
+    pytest.importorskip("bitsandbytes")
+    options = LoadOptions(device="cpu", dtype="int8", local_files_only=True)
+    ranker = truncated(tiny_folder("qwen3"), "qwen3", options)
+    caplog.clear()
+    ranker.score(QUERY, DOCUMENTS)
+    assert not [record for record in caplog.records if record.name.startswith("bitsandbytes")]
+    assert not logging.getLogger("bitsandbytes.autograd._functions").filters
 
 
 def test_the_later_layers_weights_are_never_looked_at(tiny_folder, tmp_path):

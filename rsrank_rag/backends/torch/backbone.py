@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -29,7 +29,7 @@ from ...method.formula import Weights
 from ...method.prefix import Prefix, Prefixes, Show, attention_band, padded_length, pooled
 from ..base import LanguageModel
 from .probe import Entrance, Probe, Reader, Recorder, StopForward
-from .quiet import quiet_transformers
+from .quiet import quiet_products, quiet_transformers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -107,7 +107,8 @@ class Backbone(LanguageModel):
         if os.getpid() != _PROCESS:
             # Torch's other threads do not survive a fork, and torch would wait for them for ever.
             torch.set_num_threads(1)
-        with torch.inference_mode():
+        quiet = quiet_products() if self.bits == 8 else nullcontext()
+        with torch.inference_mode(), quiet:
             yield
 
     def on_device(self, weights: Weights) -> Weights:

@@ -1,4 +1,4 @@
-"""Loading and writing a model without the progress bars and reports of transformers."""
+"""Progress bars and messages of other libraries, which are kept away while a call runs."""
 
 import logging
 import os
@@ -38,3 +38,22 @@ def _without_bar(
     tqdm: Callable[..., Any], arguments: tuple[Any, ...], keywords: Mapping[str, Any]
 ) -> Any:
     return tqdm(*arguments, **{**keywords, "disable": True})
+
+
+class _WithoutCasts(logging.Filter):
+    """Drops the message of bitsandbytes that inputs are cast, which comes with every product."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return "inputs will be cast" not in str(record.msg)
+
+
+@contextmanager
+def quiet_products() -> Iterator[None]:
+    """Around runs of a model with int8 weights. Concurrent calls each add a filter of their own."""
+    logger = logging.getLogger("bitsandbytes.autograd._functions")
+    without_casts = _WithoutCasts()
+    logger.addFilter(without_casts)
+    try:
+        yield
+    finally:
+        logger.removeFilter(without_casts)
