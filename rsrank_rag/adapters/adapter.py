@@ -264,7 +264,7 @@ class RerankerAdapter(ModelAdapter):
     begins is left out, and so is a title that is none, such as a file name."""
 
     extract: Extract | None = None
-    """'sentences': documents shrink to their sentences that score above the threshold."""
+    """'sentences': documents shrink to their sentences that reach the rule's bar."""
     context: int = Field(default=0, strict=True)
     """Keep also this many sentences before and after each kept sentence."""
     long_documents: LongDocuments | None = None

@@ -93,7 +93,7 @@ def read_documents(source: str) -> list[Any]:
 @option(
     "--extract",
     type=click.Choice(get_args(Extract)),
-    help="Keep only sentences that score above the threshold.",
+    help="Keep only sentences that reach the rule's bar.",
 )
 @json_option
 def rank(

@@ -44,8 +44,6 @@ def load_in_process(source: ModelSource) -> Reranker:
     from ..service.logs import configure
 
     configure()
-    # With dtype="int8" in bfloat16, it logs a line for each product of each layer.
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     # The default lock is shared between processes, and leaks when this process is killed.
     tqdm.set_lock(threading.RLock())
     return load_reranker(source)
@@ -106,17 +104,13 @@ def serve(
         fields["drop"] = APPS[program]["drop"] or options.drop
         enter = APPS[program]["enter"]
     source = load.source(model, revision, **dict(cache))
-    backend = Scheduler(
-        partial(load_in_process, source),
-        model,
-        options.queue_tokens,
-        options.batch_tokens,
-    )
+    load_model = partial(load_in_process, source)
+    backend = Scheduler(load_model, model, options.queue_tokens, options.batch_tokens)
     run(backend, Settings(**fields), options, enter)
 
 
 def run(
-    backend: Scheduler, settings: Settings, options: ServeOptions, enter: Sequence[str] = ()
+    backend: Scheduler, settings: Settings, options: ServeOptions, enter: Sequence[str]
 ) -> None:
     """Serve until a signal; raises what keeps the backend or the server from starting.
 

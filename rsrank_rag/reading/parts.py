@@ -62,8 +62,8 @@ class Reading:
     """How documents are read.
 
     Args:
-        extract: "sentences": score each sentence by itself, and keep those above the threshold
-            instead of whole documents. A document without one is dropped.
+        extract: "sentences": score each sentence by itself, and keep those that reach the rule's
+            bar instead of whole documents. A document without one is dropped.
         context: Keep also this many sentences before and after each kept sentence.
         long_documents: "windows": read a document that is too long for the model in overlapping
             windows; the best one's score counts. "cut": read its beginning. Sentences that are too

@@ -42,6 +42,17 @@ def rule_of(request: RankRequest, model: Description, settings: Settings) -> Rul
         raise ServiceError(422, str(error)) from None
 
 
+def is_normalised(request: RankRequest, settings: Settings) -> bool:
+    """Whether the scores of an answer lie between 0 and 1. NVIDIA's clients read logits."""
+    if request.passages is not None:
+        return False
+    if request.normalize is not None:
+        return request.normalize
+    if request.raw_scores is not None:
+        return not request.raw_scores
+    return settings.normalize
+
+
 def answer_to(
     request: RankRequest,
     outcomes: Sequence[Outcome],
@@ -61,19 +72,15 @@ def answer_to(
     scored = [outcome.scored for outcome in outcomes if outcome.scored]
     tokens = sum(one.tokens for one in scored)
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-    is_normalised = request.normalize
-    if is_normalised is None:
-        is_normalised = settings.normalize
-        if request.raw_scores is not None:
-            is_normalised = not request.raw_scores
     native = model.rule
 
     def ranked(rule: Rule, reading: Reading = WHOLE) -> RankResult:
         result = choose("", request.entries, scored, rule, reading=reading)
-        return result.normalised(native.threshold) if is_normalised else result
+        if is_normalised(request, settings):
+            return result.normalised(native.threshold)
+        return result
 
     if request.passages is not None:
-        is_normalised = False
         rankings = [{"index": one.index, "logit": one.score} for one in ranked(Rule())]
         return {"rankings": rankings, "usage": usage}
     kept = ranked(rule_of(request, model, settings), request.reading(model.long_documents))

@@ -65,9 +65,8 @@ class RankRequest(BaseModel, strict=True):
     fallback: Fallback | Native | None = "native"
     """What stays if no document scores above the threshold; null for nothing."""
     extract: Extract | None = None
-    """sentences: keep, of each document, the sentences that score above the threshold (by default
-    the model's own; null: all), with their offsets; documents without such a sentence are left
-    out."""
+    """sentences: keep, of each document, the sentences that reach the rule's bar (by default the
+    model's own rule), with their offsets; documents without such a sentence are left out."""
     long_documents: LongDocuments | None = None
     """windows: read long documents in parts; the best part's score counts. cut: read the
     beginning. Without it, the model's default applies."""
