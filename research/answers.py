@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import research.systems  # noqa: F401 - makes the systems of the paper known by name
 from rsrank_rag.adapters.kinds import load
 from rsrank_rag.backends.options import ModelSource
-from rsrank_rag.cli.options import PATH, command, progress
+from rsrank_rag.cli.arguments import PATH, command, progress
 from rsrank_rag.evaluation.datasets import LabelledQuery, read_lines, read_sets
 from rsrank_rag.evaluation.statistics import Estimate, Record, estimate_mean
 from rsrank_rag.partial_files import write_text

@@ -19,7 +19,7 @@ from click import option
 
 from rsrank_rag.backends.hub_errors import HUB_ERRORS
 from rsrank_rag.backends.options import LoadOptions
-from rsrank_rag.cli.options import PATH, command
+from rsrank_rag.cli.arguments import PATH, command
 from rsrank_rag.errors import InputError, required
 from rsrank_rag.evaluation.datasets import LabelledDocument, LabelledQuery, read_sets
 from rsrank_rag.partial_files import write_text

@@ -9,7 +9,7 @@ from click import option
 import research.systems  # noqa: F401 - makes the systems of the paper known by name
 from rsrank_rag.adapters.kinds import forms
 from rsrank_rag.backends.options import LoadOptions
-from rsrank_rag.cli.options import PATH, command, progress
+from rsrank_rag.cli.arguments import PATH, command, progress
 
 
 @command(resumes=True)

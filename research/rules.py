@@ -19,7 +19,7 @@ import numpy as np
 from click import option
 
 from rsrank_rag import RSRank
-from rsrank_rag.cli.options import PATH, command
+from rsrank_rag.cli.arguments import PATH, command
 from rsrank_rag.errors import required
 from rsrank_rag.evaluation.best_rule import Goal
 from rsrank_rag.evaluation.evaluate import shared_rule

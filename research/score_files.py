@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rsrank_rag import RSRank
 from rsrank_rag.artifact.identity import prefix_identity
-from rsrank_rag.cli.options import progress
+from rsrank_rag.cli.arguments import progress
 from rsrank_rag.errors import InputError
 from rsrank_rag.evaluation.datasets import LabelledQuery
 from rsrank_rag.evaluation.evaluate import score_dataset

@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 from click import option
 
-from rsrank_rag.cli.options import PATH, command, on_terminal
+from rsrank_rag.cli.arguments import PATH, command, on_terminal
 from rsrank_rag.cli.training import dry_run_option
 
 from .estimate import estimate_recipe

@@ -13,7 +13,7 @@ import click
 import numpy as np
 
 from rsrank_rag.backends.torch.projection import Projection
-from rsrank_rag.cli.options import PATH, command
+from rsrank_rag.cli.arguments import PATH, command
 from rsrank_rag.errors import InputError
 from rsrank_rag.evaluation.metrics import ScoredQuery, ranking_measures, selection_measures
 from rsrank_rag.evaluation.statistics import Estimate, Record, estimate_mean

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from rsrank_rag.artifact.opening import open_model
 from rsrank_rag.backends.torch.backbone import Backbone
 from rsrank_rag.backends.torch.fusion import layers_of
-from rsrank_rag.cli.options import PATH, command
+from rsrank_rag.cli.arguments import PATH, command
 from rsrank_rag.errors import TrainingError
 from rsrank_rag.evaluation.datasets import LabelledQuery
 from rsrank_rag.method.scoring import Consume, Row, ShiftReader

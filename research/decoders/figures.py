@@ -13,7 +13,7 @@ from torch.nn.functional import normalize
 
 from rsrank_rag.artifact import hub
 from rsrank_rag.backends.torch.projection import Projection
-from rsrank_rag.cli.options import PATH, command
+from rsrank_rag.cli.arguments import PATH, command
 from rsrank_rag.errors import InputError
 from rsrank_rag.method.formula import EPSILON, Numbers
 from rsrank_rag.ranking.rule import Rule

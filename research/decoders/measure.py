@@ -9,7 +9,7 @@ from rsrank_rag.adapters.kinds import load
 from rsrank_rag.artifact import hub
 from rsrank_rag.backends.options import ModelSource
 from rsrank_rag.backends.torch.projection import Projection
-from rsrank_rag.cli.options import PATH, command
+from rsrank_rag.cli.arguments import PATH, command
 from rsrank_rag.errors import InputError
 from rsrank_rag.evaluation.datasets import LabelledQuery
 from rsrank_rag.evaluation.evaluate import score_dataset

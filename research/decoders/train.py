@@ -18,7 +18,7 @@ from rsrank_rag.artifact.hub import write_artifact
 from rsrank_rag.artifact.identity import describe
 from rsrank_rag.artifact.opening import open_model
 from rsrank_rag.backends.torch.projection import Projection
-from rsrank_rag.cli.options import PATH, command
+from rsrank_rag.cli.arguments import PATH, command
 from rsrank_rag.errors import InputError
 from rsrank_rag.evaluation.best_rule import best_rule
 from rsrank_rag.evaluation.metrics import ScoredQuery, present_means

@@ -24,7 +24,7 @@ from ..evaluation.evaluate import (
 from ..evaluation.metrics import ScoredQuery, ranking_measures
 from ..ranking import shadow
 from ..ranking.rule import Limits, Rule, plain
-from .options import (
+from .arguments import (
     PATH,
     RuleOptions,
     command,

@@ -20,7 +20,7 @@ from ..ranking.explanation import Explanation
 from ..ranking.rule import passes
 from ..reading.parts import Extract
 from ..texts import encodable
-from .options import (
+from .arguments import (
     PATH,
     RuleOptions,
     command,

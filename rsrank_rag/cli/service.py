@@ -23,7 +23,7 @@ from ..adapters.kinds import load as load_reranker
 from ..adapters.kinds import parse
 from ..backends.options import CacheSettings, LoadOptions, ModelSource
 from ..service.settings import Options, Settings
-from .options import command, revision_option, system_option
+from .arguments import command, revision_option, system_option
 
 if TYPE_CHECKING:
     from ..reranker import Reranker

@@ -11,7 +11,7 @@ from click import echo, option
 
 from ..backends.options import LoadOptions
 from ..errors import TrainingError, needs
-from .options import (
+from .arguments import (
     PATH,
     command,
     on_terminal,

@@ -28,7 +28,7 @@ with needs("The service needs {}.", "serve", "prometheus_client", "starlette", "
     from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
     from starlette.routing import Route
 
-    from .metrics import Metrics
+    from .counters import Metrics
     from .middleware import RequestMiddleware, answer_error
     from .schemas.answers import answer_to
     from .schemas.request import RankRequest

@@ -11,8 +11,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from .counters import Metrics
 from .messages import Budget
-from .metrics import Metrics
 from .settings import Keys, Settings
 
 logger = logging.getLogger(__name__)

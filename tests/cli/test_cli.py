@@ -18,8 +18,8 @@ from conftest import DOCUMENTS, QUERY
 from rsrank_rag import __version__
 from rsrank_rag.artifact import hub
 from rsrank_rag.cli import app
+from rsrank_rag.cli.arguments import catch_errors
 from rsrank_rag.cli.evaluation import ROWS, print_file
-from rsrank_rag.cli.options import catch_errors
 from rsrank_rag.cli.ranking import explanation_text, read_documents
 from rsrank_rag.errors import InputError
 from rsrank_rag.evaluation.best_rule import Goal
