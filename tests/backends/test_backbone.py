@@ -440,6 +440,7 @@ def refused_configs():
         "distilbert": transformers.DistilBertConfig(
             **ids, dim=32, n_layers=4, n_heads=4, hidden_dim=48
         ),
+        "falcon_alibi": transformers.FalconConfig(**plain, alibi=True),
         "gemma4": transformers.Gemma4TextConfig(
             **common, vocab_size_per_layer_input=96, head_dim=8
         ),
@@ -492,6 +493,7 @@ def refused_configs():
         "bloom",
         "deepseek_v3",
         "distilbert",
+        "falcon_alibi",
         "gemma4",
         "gemma4_equal_heads",
         "gpt_neo",
@@ -509,6 +511,20 @@ def test_a_model_whose_values_cannot_be_read_is_refused_with_advice(kind):
         BackboneError, match=rf"{type(model).__name__}.* RSRank needs a decoder with"
     ):
         open_backbone(model)
+
+
+def test_falcon_is_refused_with_alibi_and_read_with_rotary_positions():
+    advice = r"FalconModel.* failed on a trial run of .*\(ValueError: .*ALiBi .* do not work"
+    for alibi in (True, False):
+        torch.manual_seed(0)
+        config = tiny_config("falcon")
+        config.alibi = alibi
+        model = AutoModel.from_config(config)
+        if alibi:
+            with pytest.raises(BackboneError, match=advice):
+                open_backbone(model)
+        else:
+            assert open_backbone(model).causal
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -76,7 +76,7 @@ def contents(folder):
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "mistral", "smollm3", "qwen3_moe"])
+@pytest.mark.parametrize("kind", [*KINDS, "mistral", "olmo2", "smollm3", "qwen3_moe"])
 def test_scores_without_the_later_layers_are_those_with_them(kind, tiny_folder):
     before = contents(tiny_folder(kind))
     part = truncated(tiny_folder(kind), kind)
