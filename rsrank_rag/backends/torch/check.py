@@ -87,7 +87,7 @@ def _tested(core: Backbone) -> Backbone:
     values = _checked_values(core, ids)
     causal = _is_causal(core, ids, values[-1])
     if causal:
-        _check_rotary(core, ids, values[0])
+        _check_no_added_positions(core, ids, values[0])
     tested = replace(
         core,
         causal=causal,
@@ -136,7 +136,7 @@ def _is_causal(core: Backbone, ids: Ids, values: Tensor) -> bool:
     return _distance(other[:, :, document], values[:, :, document]) <= tolerance
 
 
-def _check_rotary(core: Backbone, ids: Ids, values: Tensor) -> None:
+def _check_no_added_positions(core: Backbone, ids: Ids, values: Tensor) -> None:
     """Refuse positions that are added to the embeddings."""
     moved = _run(core, ids, range(3, 3 + TOKENS))[0]
     if _distance(moved, values) > _rounding(core):
