@@ -24,6 +24,7 @@ from torch import nn
 from rsrank_rag import RSRank
 from rsrank_rag.backends.options import ModelSource
 from rsrank_rag.backends.torch.backbone import Backbone
+from rsrank_rag.method.batches import Batches
 from rsrank_rag.method.prefix import padded_length
 
 from .timing import System, machine, matmul_ceiling, measure
@@ -68,7 +69,7 @@ def figures(model: str, backbone: str | None, turns: int) -> dict[str, Any]:
         "tokens": sum(lengths),
         "bytes_on_disk": on_disk // DOCUMENTS,
         "weights": sum(numbers.nbytes for numbers in core.model.parameters()),
-        "padding": 1 - sum(lengths) / (DOCUMENTS * padded_length(max(lengths))),
+        "padding": padding(new, documents),
         "tflops": ceiling / 1e12,
         "rows": {},
     }
@@ -84,6 +85,18 @@ def figures(model: str, backbone: str | None, turns: int) -> dict[str, Any]:
     return result
 
 
+def padding(ranker: RSRank, documents: Sequence[str]) -> float:
+    """The share of padding among the tokens of the documents' batches."""
+    ids = [prompt.ids for prompt in ranker.prompts.documents(documents, 0)]
+    slots = padded_length(len(ranker.prompts.query(QUERY).ids))
+    batches = Batches(ids, ranker.token_budget, extra=slots)
+    padded = 0
+    for batch in batches:
+        with batches.attempt():
+            padded += len(batch) * max(map(len, batch))
+    return 1 - sum(map(len, ids)) / padded
+
+
 def _linear_numbers(model: nn.Module) -> int:
     """Numbers in linear maps, which run for each token."""
     maps = [module for module in model.modules() if isinstance(module, nn.Linear)]
@@ -92,14 +105,13 @@ def _linear_numbers(model: nn.Module) -> int:
 
 def table(recorded: dict[str, Any]) -> str:
     """The figures as Markdown."""
-    lines = ["| model | threads | documents | seconds | times the floor | memory of the call |"]
-    lines.append("|---|--:|---|--:|--:|--:|")
+    lines = ["| model | threads | documents | seconds | times the floor |"]
+    lines.append("|---|--:|---|--:|--:|")
     for model, by_threads in recorded["models"].items():
         for threads, result in by_threads.items():
             for name, row in result["rows"].items():
                 cells = [f"`{model}`", threads, NAMES[name], f"{row['seconds']:.2f}"]
                 cells.append(f"{row['seconds'] / row['floor']:.1f}")
-                cells.append(f"{row['peak_bytes'] / 1e6:.0f} MB")
                 lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -14,10 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from research import rules
+from research import answers, rules
 from research.decoders import tables as decoders
 
-from . import few_queries, peers, sentences
+from . import decoder_cost, few_queries, peers, sentences
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"(<!-- figures: ([^>]+?) -->\n).*?(<!-- end of figures -->)", re.S)
@@ -62,6 +62,8 @@ TABLES = {
     "decoders, typed": Table("research/docs/results.md", DECODERS, decoders.typed),
     "decoders, thresholds": Table("research/docs/results.md", DECODERS, decoders.thresholds),
     "decoders, gaps": Table("research/docs/results.md", DECODERS, decoders.gaps),
+    "decoder cost": Table("docs/decoders.md", "docs/decoder-cost.json", decoder_cost.table),
+    "answers": Table("research/docs/answers.md", "research/docs/answers.json", answers.table_of),
     "decoders, ablations": Table("research/docs/results.md", DECODERS, decoders.ablations),
 }
 

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 import torch
@@ -321,15 +322,22 @@ def figures_of(model: str, answers: Sequence[Answer], gold: Sequence[GoldAnswers
     return AnswerFigures(model=model, questions=counts, conditions=figures)
 
 
+def table_of(figures: Any) -> str:
+    """The content of ``answers.json`` as Markdown."""
+    return table(AnswerFigures.model_validate(figures))
+
+
 def table(figures: AnswerFigures) -> str:
     """The figures as Markdown."""
     names = list(figures.questions)
     head = ["passages", "exact match", "token F1", *(f"F1 {name}" for name in names)]
+    head.append("F1, first gold answer")
     head += ["passages a question", "tokens", "seconds: selection, answer"]
     lines = [f"| {' | '.join(head)} |", "|---" + "|--:" * (len(head) - 1) + "|"]
     for condition, row in figures.conditions.items():
         cells = [condition, row.exact.shown(_points), row.f1.shown(_points)]
         cells += [_points(row.sets[name][1].mean) for name in names]
+        cells.append(_points(row.first_f1.mean))
         cells += [f"{row.passages:.1f}", f"{row.tokens:.0f}"]
         cells.append(f"{row.ranking_seconds:.1f}, {row.reading_seconds:.1f}")
         lines.append(f"| {' | '.join(cells)} |")
@@ -368,7 +376,7 @@ def main(
     output.mkdir(parents=True, exist_ok=True)
     file = output / "answers.jsonl"
     answer_all(AnsweringModel(model), selections(systems), sets, file)
-    figures = figures_of(model, read_answers(file), lines)
+    figures = figures_of(Path(model).name, read_answers(file), lines)
     write_text(output / "answers.json", json.dumps(figures.model_dump(), indent=1) + "\n")
     click.echo(table(figures))
 
