@@ -56,7 +56,7 @@ def test_each_condition_answers_once_and_equal_passages_are_read_once(question, 
     assert figures.conditions["none"].exact.mean == 1
     assert figures.conditions["all"].exact.mean == 0
     assert figures.conditions["all"].tokens == 10 * len(DOCUMENTS)
-    assert "| none | 100.0 | 100.0 | 100.0 | 0.0 | 0 |" in answers.table(figures)
+    assert "| none | 100.0 | 100.0 | 100.0 | 100.0 | 0.0 | 0 |" in answers.table(figures)
 
 
 def test_figures_count_the_questions_that_every_condition_has_answered():
