@@ -6,6 +6,7 @@ gold answers are known. Every answer is a line of a file, so that a run goes on 
 
 import json
 import re
+import statistics
 import string
 import time
 from collections import Counter
@@ -247,8 +248,8 @@ class ConditionFigures(Record):
         first_f1: Token F1 with the first gold answer alone.
         passages: Passages a question.
         tokens: Tokens read a question.
-        ranking_seconds: Seconds a question for the selection.
-        reading_seconds: Seconds a question for the answer.
+        ranking_seconds: Median seconds of a question for the selection.
+        reading_seconds: Median seconds of a question for the answer.
         sets: Exact match and token F1 of each set.
     """
 
@@ -315,11 +316,16 @@ def figures_of(model: str, answers: Sequence[Answer], gold: Sequence[GoldAnswers
             first_f1=means[3],
             passages=means[4].mean,
             tokens=means[5].mean,
-            ranking_seconds=means[6].mean,
-            reading_seconds=means[7].mean,
+            ranking_seconds=median_of(columns, 6),
+            reading_seconds=median_of(columns, 7),
             sets=sets,
         )
     return AnswerFigures(model=model, questions=counts, conditions=figures)
+
+
+def median_of(columns: dict[str, list[tuple[float, ...]]], place: int) -> float:
+    """The median over the questions of all sets; a run that was stopped for a while counts once."""
+    return statistics.median(value for column in columns.values() for value in column[place])
 
 
 def table_of(figures: Any) -> str:
@@ -332,7 +338,7 @@ def table(figures: AnswerFigures) -> str:
     names = list(figures.questions)
     head = ["passages", "exact match", "token F1", *(f"F1 {name}" for name in names)]
     head.append("F1, first gold answer")
-    head += ["passages a question", "tokens", "seconds: selection, answer"]
+    head += ["passages a question", "tokens", "median seconds: selection, answer"]
     lines = [f"| {' | '.join(head)} |", "|---" + "|--:" * (len(head) - 1) + "|"]
     for condition, row in figures.conditions.items():
         cells = [condition, row.exact.shown(_points), row.f1.shown(_points)]
