@@ -257,12 +257,11 @@ class RerankerAdapter(ModelAdapter):
     top_n: int | None = Field(default=None, strict=True)
     """Keep at most this many, the best ones."""
     on_error: Literal["raise", "keep"] = "raise"
-    """When scoring fails: raise, or keep the documents as they came, cut at top_n, with
-    rsrank_error in their metadata."""
+    """When scoring fails: raise, or keep the first top_n documents, with rsrank_error in their
+    metadata."""
     metadata_fields: tuple[str, ...] = ("title",)
     """Metadata keys whose values are read before the text, one a line. A value with which the text
     begins is left out, and so is a title that is none, such as a file name."""
-
     extract: Extract | None = None
     """'sentences': documents shrink to their sentences that reach the rule's bar."""
     context: int = Field(default=0, strict=True)

@@ -12,6 +12,7 @@ from pydantic import SecretStr
 from typing_extensions import Unpack
 
 from ..errors import InputError, RemoteError, check_count
+from ..ranking.rule import is_number
 from ..reading.documents import DocumentLike
 from ..reranker import RankCall, RankOptions, RankResult, Reranker, Rule
 from . import connections
@@ -70,7 +71,7 @@ class RemoteReranker(Reranker):
         self.base_url = service_address(base_url)
         self.model = model
         self.api_key = usable_key(SecretStr(api_key) if isinstance(api_key, str) else api_key)
-        if isinstance(timeout, str) or not timeout > 0:
+        if not is_number(timeout) or timeout <= 0:
             raise InputError(f"timeout must be a number of seconds above 0, got {timeout!r}.")
         check_count("max_retries", max_retries, 0)
         self.timeout = timeout

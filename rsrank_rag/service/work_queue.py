@@ -158,8 +158,10 @@ class WorkQueue:
             self._had[request.client] += item.cost
 
     def put_back(self, batch: Sequence[QueueItem]) -> None:
-        """Put the items of a batch on which the model's process died before the others."""
-        error = Outcome(error="ended the model's process, twice.", model_failed=True)
+        """Put the items of a batch that failed, or on which the process died, before the others."""
+        error = Outcome(
+            error="lost the model's process, or failed in it, twice.", model_failed=True
+        )
         for item in reversed(batch):
             if item.has_died:
                 self.finish([item], [error])

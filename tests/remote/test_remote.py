@@ -383,7 +383,14 @@ async def test_the_wait_that_the_service_asks_for_is_kept(service, address, asyn
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"timeout": 0}, {"timeout": "5"}, {"max_retries": -1}, {"max_retries": 1.5}]
+    "wrong",
+    [
+        {"timeout": 0},
+        {"timeout": "5"},
+        {"timeout": None},
+        {"max_retries": -1},
+        {"max_retries": 1.5},
+    ],
 )
 def test_a_wrong_time_or_number_of_retries_is_refused_before_a_call(wrong):
     (name,) = wrong

@@ -226,9 +226,9 @@ async def test_a_document_on_which_the_process_dies_each_time_fails_alone(tmp_pa
     async with running(partial(Mortal, tmp_path)) as scheduler:
         found = await scheduler.score(pairs("a", "bb", "die", "dddd"))
         assert scores(found) == [1, 2, None, 4]
-        assert found[2].error == "ended the model's process, twice."
+        assert found[2].error == "lost the model's process, or failed in it, twice."
         (found,) = await scheduler.score(pairs("d"), work="explain")
-        assert found.error == "ended the model's process, twice."
+        assert found.error == "lost the model's process, or failed in it, twice."
 
 
 async def test_a_process_that_loses_its_device_says_so_and_is_replaced(tmp_path, caplog):

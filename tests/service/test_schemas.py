@@ -292,6 +292,7 @@ def test_tei_nvidia_voyage_and_weaviate_get_rows_of_their_own():
     assert [row["index"] for row in answer(rerank(top_k=1), outcomes(1, 2))["data"]] == [1]
     weaviate = answer(rerank(property=""), outcomes(1, 2))
     assert weaviate["scores"] == [{"document": "a", "score": 1}, {"document": "b", "score": 2}]
+    assert answer(rerank(property="", documents=[]), [])["scores"] == []
 
 
 @pytest.mark.parametrize(

@@ -198,7 +198,7 @@ async def test_items_on_which_the_process_died_run_alone_and_fail_the_second_tim
         else:
             scored(waiting, [item])
     errors = [request.outcome(pair).error for pair in request.outcomes]
-    assert errors == ["", "ended the model's process, twice.", ""]
+    assert errors == ["", "lost the model's process, or failed in it, twice.", ""]
 
 
 async def test_a_request_that_is_removed_leaves_nothing_and_late_results_are_ignored():

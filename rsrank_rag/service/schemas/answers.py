@@ -91,7 +91,6 @@ def answer_to(
             rows.append(_present(index=one.index, score=one.score, text=text))
         return rows
     rows = [_row(request, one) for one in kept]
-    every = ranked(Rule()).in_order if request.weaviates is not None else []
     return _present(
         id=uuid.uuid4().hex,
         object="rerank",
@@ -113,7 +112,9 @@ def answer_to(
         # Voyage's clients read the results here.
         data=None if request.top_k is None else rows,
         # Weaviate reads all scores, in the request's order.
-        scores=[{"document": one.text, "score": one.score} for one in every] or None,
+        scores=None
+        if request.weaviates is None
+        else [{"document": one.text, "score": one.score} for one in ranked(Rule()).in_order],
     )
 
 
