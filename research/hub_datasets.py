@@ -18,7 +18,7 @@ import click
 from click import option
 
 from rsrank_rag.backends.hub_errors import HUB_ERRORS
-from rsrank_rag.backends.options import LoadOptions
+from rsrank_rag.backends.options import LoadOptions, LoadSettings
 from rsrank_rag.cli.arguments import PATH, command
 from rsrank_rag.errors import InputError, required
 from rsrank_rag.evaluation.datasets import LabelledDocument, LabelledQuery, read_sets
@@ -345,7 +345,7 @@ def _rows(ids: Any, wanted: Collection[str]) -> dict[str, int]:
 )
 @option("--negatives", help="Irrelevant documents: bm25, dense, dense:ENCODER or random.")
 def write(
-    load: LoadOptions, data: str, output: Path, limit: int | None, negatives: str | None
+    load: LoadSettings, data: str, output: Path, limit: int | None, negatives: str | None
 ) -> None:
     """Write labelled queries with other irrelevant documents, or a set by its name, to a file.
 
@@ -354,7 +354,8 @@ def write(
     `python -m research.hub_datasets --data mine.jsonl --negatives bm25 --output hard.jsonl`
     """
     kind = None if negatives is None else Negatives.parse(negatives)
-    (queries,) = load_sets([data], limit=limit, negatives=kind, options=load).values()
+    options = load.load_options()
+    (queries,) = load_sets([data], limit=limit, negatives=kind, options=options).values()
     write_text(output, "".join(f"{query.model_dump_json()}\n" for query in queries))
     click.echo(f"{len(queries)} queries: {output}")
 

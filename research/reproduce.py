@@ -8,7 +8,7 @@ from click import option
 
 import research.systems  # noqa: F401 - makes the systems of the paper known by name
 from rsrank_rag.adapters.kinds import forms
-from rsrank_rag.backends.options import LoadOptions
+from rsrank_rag.backends.options import LoadSettings
 from rsrank_rag.cli.arguments import PATH, command, progress
 
 
@@ -28,7 +28,7 @@ from rsrank_rag.cli.arguments import PATH, command, progress
 @option("--queries", type=click.IntRange(1), help="At most so many of each set.")
 @option("--dry-run", is_flag=True, help="Print the plan and stop.")
 def reproduce(
-    load: LoadOptions,
+    load: LoadSettings,
     config: str,
     data: Sequence[Path],
     model: str | None,
@@ -65,7 +65,7 @@ def reproduce(
     outcome = run(
         configuration,
         output,
-        options=load,
+        options=load.load_options(),
         say=lambda text: click.echo(text, err=True),
         watch=progress,
     )

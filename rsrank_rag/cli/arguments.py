@@ -18,23 +18,16 @@ from safetensors import SafetensorError
 from tqdm import tqdm
 
 from ..adapters.kinds import forms
-from ..backends.options import LoadOptions, LoadSettings
+from ..backends.options import CacheSettings, LoadSettings, ModelSource
 from ..errors import InputError, RSRankError, needs_torch, problems_of
-from ..reranker import Fallback, Limits
+from ..reranker import Fallback
 from .process import hide_library_progress, prepare
 
 PATH = click.Path(path_type=Path)
 
-model_option = option(
-    "--model", "-m", default="mini", help="Built-in name, artifact folder or Hub id."
-)
-system_option = option(
-    "--model",
-    "-m",
-    default="mini",
-    help=f"Artifact (name, folder, Hub id), file of tune, or {forms()}.",
-)
-revision_option = option("--revision", help="Commit, tag or branch on the Hub.")
+MODELS = f"Artifact (name, folder, Hub id), file of tune, or {forms()}."
+
+model_option = option("--model", "-m", default="mini", help=MODELS)
 query_option = option("--query", "-q", required=True, help="The question.")
 documents_option = option(
     "--documents", "-d", required=True, help="A file, or - for standard input."
@@ -68,9 +61,16 @@ class RuleOptions(BaseModel, use_attribute_docstrings=True):
     """GAP,DEPTH: if nothing scores above the threshold, keep documents so far below the best one
     and so far below the threshold. none: keep nothing."""
 
-    def limits(self) -> Limits:
-        """The parts as arguments of `Reranker.rank`."""
-        return Limits(threshold=self.threshold, max_gap=self.max_gap, fallback=self.fallback)
+
+class ModelOptions(LoadSettings, CacheSettings):
+    """Options of commands that load a model."""
+
+    revision: str | None = None
+    """Commit, tag or branch on the Hub."""
+
+    def source(self, name: str) -> ModelSource:
+        """The model of this name, to be loaded with these options."""
+        return ModelSource(name=name, **dict(self))
 
 
 def _options_of(model: type[BaseModel]) -> Iterator[click.Option]:
@@ -140,9 +140,9 @@ def show_waiting(text: str) -> None:
         echo(text, err=True)
 
 
-def progress(items: Iterable[Any], description: str, total: int | None = None) -> Any:
+def progress(items: Iterable[Any], description: str) -> Any:
     """Iterate with a progress bar, which only a terminal shows."""
-    return tqdm(items, description, total, leave=False, disable=not on_terminal())
+    return tqdm(items, description, leave=False, disable=not on_terminal())
 
 
 def print_table(title: str, heading: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
@@ -167,15 +167,14 @@ def _exit(code: int, message: str) -> None:
 def command(*, resumes: bool = False) -> Callable[[Callable[..., None]], click.Command]:
     """Make a function a command. Errors are printed in one line.
 
-    A parameter whose type is a pydantic model becomes an option for each field. A parameter of the
-    type `LoadOptions` becomes those of `LoadSettings`.
+    A parameter whose type is a pydantic model becomes an option for each field.
     """
 
     def decorate(function: Callable[..., None]) -> click.Command:
         models: dict[str, type[BaseModel]] = {}
         for name, kind in get_type_hints(function).items():
             if isclass(kind) and issubclass(kind, BaseModel):
-                models[name] = LoadSettings if kind is LoadOptions else kind
+                models[name] = kind
 
         # The options that stand as decorators below this one are attributes of the function, and
         # `wraps` copies them.
@@ -184,11 +183,10 @@ def command(*, resumes: bool = False) -> Callable[[Callable[..., None]], click.C
             with catch_errors(resumes):
                 hide_library_progress()
                 for name, model in models.items():
-                    values: Any = model(**{key: arguments.pop(key) for key in model.model_fields})
-                    if model is LoadSettings:
+                    if issubclass(model, LoadSettings):
                         prepare()
-                        values = values.load_options()
-                    arguments[name] = values
+                    values = {field: arguments.pop(field) for field in model.model_fields}
+                    arguments[name] = model(**values)
                 function(**arguments)
 
         # A shell would run what stands between backticks.

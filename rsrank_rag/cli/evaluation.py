@@ -10,9 +10,9 @@ from typing import Any
 import click
 from click import echo, option
 
-from ..adapters.kinds import forms, parse
 from ..adapters.kinds import load as load_reranker
-from ..backends.options import LoadOptions, ModelSource
+from ..adapters.kinds import parse
+from ..backends.options import ModelSource
 from ..errors import InputError
 from ..evaluation.datasets import LabelledSets, read_sets, warn_of_reuse
 from ..evaluation.evaluate import (
@@ -25,7 +25,9 @@ from ..evaluation.metrics import ScoredQuery, ranking_measures
 from ..ranking import shadow
 from ..ranking.rule import Limits, Rule, plain
 from .arguments import (
+    MODELS,
     PATH,
+    ModelOptions,
     RuleOptions,
     command,
     json_option,
@@ -33,7 +35,6 @@ from .arguments import (
     print_table,
     printable,
     progress,
-    revision_option,
     show_waiting,
 )
 
@@ -88,15 +89,13 @@ def report(log: Path, list_calls: bool) -> None:
     "-m",
     multiple=True,
     default=["mini"],
-    help=f"Artifact, file of tune, or {forms()}. May be repeated.",
+    help=f"{MODELS} May be repeated.",
 )
-@revision_option
 @json_option
 def evaluate(
     data: Sequence[Path],
-    load: LoadOptions,
     model: Sequence[str],
-    revision: str | None,
+    options: ModelOptions,
     as_json: bool,
     rule_options: RuleOptions,
 ) -> None:
@@ -115,17 +114,18 @@ def evaluate(
 
     `rsrank evaluate --data dev.jsonl.gz -m mini -m bm25`
     """
-    # What is missing is an error before the work.
+    # What is missing or wrong is an error before the work.
     ranking_measures([])
-    limits = rule_options.limits()
+    limits: Any = dict(rule_options)
     Rule(0.0).with_limits(limits)
     model = list(dict.fromkeys(model))
     for name in model:
         parse(name)
     sets = read_sets(data)
-    measured = {name: _measure(load.source(name, revision), sets, limits) for name in model}
     records: list[dict[str, Any]] = []
-    for name, (rule, scored) in measured.items():
+    pooled: dict[str, tuple[Rule, list[ScoredQuery]]] = {}
+    for name in model:
+        rule, scored = _measure(options.source(name), sets, limits)
         for title, queries in scored.items():
             record = {
                 "model": name,
@@ -135,14 +135,14 @@ def evaluate(
                 "lost_answers": lost_answers(sets[title], queries, rule),
             }
             records.append(record)
+        pooled[name] = rule, [query for queries in scored.values() for query in queries]
     if as_json:
         print_json(records)
         return
     for title in sets:
         print_file(title, [one for one in records if one["dataset"] == title])
-    for name, (rule, scored) in measured.items():
-        pooled = [query for queries in scored.values() for query in queries]
-        print_rules(name, pooled, rule)
+    for name, (rule, queries) in pooled.items():
+        print_rules(name, queries, rule)
 
 
 def _measure(

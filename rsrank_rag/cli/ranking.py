@@ -14,7 +14,6 @@ from click import echo, option
 
 from ..adapters.kinds import load as load_reranker
 from ..adapters.kinds import parse
-from ..backends.options import CacheSettings, LoadOptions, ModelSource
 from ..errors import InputError
 from ..ranking.explanation import Explanation
 from ..ranking.rule import passes
@@ -22,6 +21,7 @@ from ..reading.parts import Extract
 from ..texts import encodable
 from .arguments import (
     PATH,
+    ModelOptions,
     RuleOptions,
     command,
     documents_option,
@@ -32,20 +32,18 @@ from .arguments import (
     printable,
     progress,
     query_option,
-    revision_option,
     show_waiting,
-    system_option,
 )
 
 if TYPE_CHECKING:
     from ..rsrank import RSRank
 
 
-def _load(source: ModelSource) -> RSRank:
+def _load(name: str, options: ModelOptions) -> RSRank:
     from ..rsrank import RSRank
 
-    show_waiting(f"Loading {source.name} ...")
-    return RSRank.from_pretrained(**source.model_dump())
+    show_waiting(f"Loading {name} ...")
+    return RSRank.from_pretrained(**options.source(name).model_dump())
 
 
 def read_documents(source: str) -> list[Any]:
@@ -87,8 +85,7 @@ def read_documents(source: str) -> list[Any]:
 @command()
 @query_option
 @documents_option
-@system_option
-@revision_option
+@model_option
 @option("--top-n", type=int, help="Keep at most this many.")
 @option(
     "--extract",
@@ -99,10 +96,8 @@ def read_documents(source: str) -> list[Any]:
 def rank(
     query: str,
     documents: str,
-    load: LoadOptions,
-    cache: CacheSettings,
     model: str,
-    revision: str | None,
+    options: ModelOptions,
     rule_options: RuleOptions,
     top_n: int | None,
     extract: Extract | None,
@@ -120,10 +115,9 @@ def rank(
     """
     texts = read_documents(documents)
     show_waiting(f"Loading {model} ...")
-    ranker = load_reranker(load.source(model, revision, **dict(cache)))
-    limits = rule_options.limits()
-    limits["top_n"] = top_n
-    result = ranker.rank(encodable(query), texts, **limits, extract=extract)
+    ranker = load_reranker(options.source(model))
+    limits = dict(rule_options)
+    result = ranker.rank(encodable(query), texts, **limits, top_n=top_n, extract=extract)
     if as_json:
         print_json(result.to_dict())
     else:
@@ -133,10 +127,7 @@ def rank(
 @command(resumes=True)
 @documents_option
 @model_option
-@revision_option
-def index(
-    documents: str, load: LoadOptions, cache: CacheSettings, model: str, revision: str | None
-) -> None:
+def index(documents: str, model: str, options: ModelOptions) -> None:
     """Run documents ahead of time: later calls with this `--cache-folder` run only the query.
 
     The folder holds the documents in recoverable form: protect the folder like the documents. After
@@ -144,13 +135,13 @@ def index(
 
     `rsrank index --documents passages.txt --cache-folder prefixes`
     """
-    if cache.cache_folder is None:
+    if options.cache_folder is None:
         raise InputError("Give --cache-folder: the folder for the prefixes.")
-    ranker = _load(load.source(model, revision, **dict(cache)))
+    ranker = _load(model, options)
     texts = read_documents(documents)
     parts = ranker.parts(texts)
     count = ranker.index(parts, show_progress=on_terminal())
-    folder = Path(cache.cache_folder).absolute()
+    folder = Path(options.cache_folder).absolute()
     echo(f"{len(texts):,} documents: {len(parts):,} different parts, {count:,} run for {folder}")
 
 
@@ -158,11 +149,8 @@ def index(
 @query_option
 @option("--document", "-d", required=True, help="The document's text.")
 @model_option
-@revision_option
 @json_option
-def explain(
-    query: str, document: str, load: LoadOptions, model: str, revision: str | None, as_json: bool
-) -> None:
+def explain(query: str, document: str, model: str, options: ModelOptions, as_json: bool) -> None:
     """Show where a score comes from: its exact parts per query token and per layer (L1, L2, ...).
 
     In a model with a fusion layer, "match" is a token's MaxSim term, and "whole" is the cosine term
@@ -170,7 +158,7 @@ def explain(
 
     `rsrank explain -q "How do bees find flowers?" --document "Bees find them by their colour."`
     """
-    ranker = _load(load.source(model, revision))
+    ranker = _load(model, options)
     explanation = ranker.explain(encodable(query), encodable(document))
     if as_json:
         fields = asdict(explanation)
@@ -195,7 +183,7 @@ def explanation_text(explanation: Explanation, threshold: float) -> str:
 
 @command()
 @click.argument("model", default="mini")
-@revision_option
+@option("--revision", help="Commit, tag or branch on the Hub.")
 @json_option
 def info(model: str, revision: str | None, as_json: bool) -> None:
     """Print an artifact's model card and its limits; loads no language model.
@@ -221,15 +209,12 @@ def info(model: str, revision: str | None, as_json: bool) -> None:
 @command()
 @option("--input", "-i", "source", type=PATH, required=True, help="A .jsonl or .jsonl.gz file.")
 @option("--output", "-o", type=PATH, required=True, help="The .jsonl or .jsonl.gz file to write.")
-@system_option
-@revision_option
+@model_option
 def score(
     source: Path,
     output: Path,
-    load: LoadOptions,
-    cache: CacheSettings,
     model: str,
-    revision: str | None,
+    options: ModelOptions,
 ) -> None:
     """Score the pairs of a file of JSON lines.
 
@@ -241,7 +226,7 @@ def score(
     from ..bulk import score_file
 
     parse(model)
-    load_model = partial(load_reranker, load.source(model, revision, **dict(cache)))
+    load_model = partial(load_reranker, options.source(model))
     numbers = score_file(source, output, load_model, partial(progress, description="Scoring"))
     errors = f"{numbers['errors']:,} without a score (column error)"
     echo(f"{output}: {numbers['rows']:,} rows, {errors}")

@@ -21,9 +21,9 @@ from tqdm import tqdm
 
 from ..adapters.kinds import load as load_reranker
 from ..adapters.kinds import parse
-from ..backends.options import CacheSettings, LoadOptions, ModelSource
+from ..backends.options import ModelSource
 from ..service.settings import Options, Settings
-from .arguments import command, revision_option, system_option
+from .arguments import ModelOptions, command, model_option
 
 if TYPE_CHECKING:
     from ..reranker import Reranker
@@ -65,8 +65,7 @@ class ServeOptions(Options):
 
 
 @command()
-@system_option
-@revision_option
+@model_option
 @option(
     "--for",
     "program",
@@ -74,11 +73,9 @@ class ServeOptions(Options):
     help="Answer as this program needs, and say what to enter in it.",
 )
 def serve(
-    load: LoadOptions,
-    cache: CacheSettings,
-    options: ServeOptions,
     model: str,
-    revision: str | None,
+    load: ModelOptions,
+    options: ServeOptions,
     program: str | None,
 ) -> None:
     """Answer over HTTP, as clients of Cohere, Jina, TEI, vLLM, Infinity and NVIDIA ask.
@@ -103,7 +100,7 @@ def serve(
         fields["normalize"] = True
         fields["drop"] = APPS[program]["drop"] or options.drop
         enter = APPS[program]["enter"]
-    source = load.source(model, revision, **dict(cache))
+    source = load.source(model)
     load_model = partial(load_in_process, source)
     backend = Scheduler(load_model, model, options.queue_tokens, options.batch_tokens)
     run(backend, Settings(**fields), options, enter)

@@ -9,16 +9,15 @@ from typing import TYPE_CHECKING
 import click
 from click import echo, option
 
-from ..backends.options import LoadOptions
 from ..errors import TrainingError, needs
 from .arguments import (
     PATH,
+    ModelOptions,
     command,
+    model_option,
     on_terminal,
     print_table,
-    revision_option,
     show_waiting,
-    system_option,
 )
 
 if TYPE_CHECKING:
@@ -61,7 +60,6 @@ def train(
     float32 and cuts long documents; `rsrank evaluate` measures the artifact as it runs.
     """
     with needs("Training needs {}.", "train", "torch", "transformers"):
-        from ..training.estimate import estimate
         from ..training.recipe import Recipe
         from ..training.run import TrainingRun
         from ..training.verdict import MEASURES
@@ -69,11 +67,11 @@ def train(
     recipe = Recipe.load(config, settings, data, base)
     run = TrainingRun(recipe, output, progress=on_terminal(), force=force)
     if dry_run:
-        echo(str(estimate(recipe, run.queries)))
+        echo(str(run.estimate()))
         return
     result = run.run()
     if result.verdict is None:
-        for name, value in result.metrics.items():
+        for name, value in result.config.training.metrics["held out"].items():
             echo(f"{value:.3f} {MEASURES[name]}, on validation queries")
     else:
         show_verdict(result.verdict, ("base", "fine-tuned"))
@@ -93,8 +91,7 @@ def train(
     required=True,
     help="Folder for the artifact; for another system, NAME.json.",
 )
-@system_option
-@revision_option
+@model_option
 @option(
     "--lost",
     type=click.FloatRange(0, 1),
@@ -107,11 +104,10 @@ def train(
 )
 @option("--force", is_flag=True, help="Write the rule even if it may do harm.")
 def tune(
-    load: LoadOptions,
     data: Path,
     output: Path,
     model: str,
-    revision: str | None,
+    options: ModelOptions,
     lost: float | None,
     recall: float | None,
     force: bool,
@@ -132,7 +128,7 @@ def tune(
     from ..training.tune import tune
 
     show_waiting(f"Scoring {data} ...")
-    source = load.source(model, revision)
+    source = options.source(model)
     tuned = tune(source, data, output, lost=lost, recall=recall, force=force, show=show_tuned)
     if tuned.problem and not force:
         raise TrainingError(f"Nothing was written: {tuned.problem}. --force writes it.")

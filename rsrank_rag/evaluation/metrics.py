@@ -10,7 +10,7 @@ rank by input order.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -88,8 +88,8 @@ def selection_measures(
 
     ``kept``: number of documents. ``precision``, NaN if nothing is kept. ``f1``. Of an answerable
     query, which is one with a relevant document: ``recall``, and ``lost``, 1 if no relevant
-    document is kept. Of an unanswerable one: ``called_relevant``, 1 if a document is kept and not
-    only by the fallback.
+    document is kept. Of an unanswerable one: ``kept_unanswerable``, the same as ``kept``, and
+    ``called_relevant``, 1 if a document is kept and not only by the fallback.
     """
     counts = np.zeros((len(queries), 5))
     for row, query in zip(counts, queries, strict=True):
@@ -98,6 +98,7 @@ def selection_measures(
         is_weak = isinstance(rule, Rule) and rule.bar(query.scores).weak
         row[:] = len(places), relevant_kept, sum(query.relevant), len(query.scores), is_weak
     kept, hits, relevant, documents, weak = counts.T
+    is_answerable = relevant > 0
     with np.errstate(invalid="ignore"):
         f1 = np.nan_to_num(2 * hits / (kept + relevant), nan=1.0)
         return {
@@ -105,8 +106,9 @@ def selection_measures(
             "precision": hits / kept,
             "recall": hits / relevant,
             "f1": np.where(documents == 0, 0.0, f1),
-            "lost": np.where(relevant > 0, hits == 0, np.nan),
-            "called_relevant": np.where(relevant > 0, np.nan, (kept > 0) & (weak == 0)),
+            "lost": np.where(is_answerable, hits == 0, np.nan),
+            "kept_unanswerable": np.where(is_answerable, np.nan, kept),
+            "called_relevant": np.where(is_answerable, np.nan, (kept > 0) & (weak == 0)),
         }
 
 
@@ -125,19 +127,11 @@ class RuleResult(NamedTuple):
 def apply_rule(queries: Sequence[ScoredQuery], rule: Rule | FirstOfList) -> RuleResult:
     """What a rule keeps of several queries, at least one."""
     values = selection_measures(queries, rule)
-    unanswerable = np.isnan(values["recall"])
-    means = present_means(
-        {**values, "unanswerable": np.where(unanswerable, values["kept"], np.nan)}
-    )
-    return RuleResult(
-        lost=int(np.nansum(values["lost"])),
-        kept=means["kept"],
-        recall=means.get("recall"),
-        precision=means.get("precision"),
-        f1=means["f1"],
-        called_relevant=int(np.nansum(values["called_relevant"])),
-        kept_unanswerable=means.get("unanswerable"),
-    )
+    results: dict[str, Any] = dict.fromkeys(RuleResult._fields)
+    results |= present_means(values)
+    for name in ("lost", "called_relevant"):
+        results[name] = int(np.nansum(values[name]))
+    return RuleResult(**results)
 
 
 def ranking_measures(queries: Sequence[ScoredQuery]) -> dict[str, Array]:

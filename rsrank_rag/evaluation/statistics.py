@@ -33,6 +33,13 @@ class Estimate(Record):
     low: float | None
     high: float | None
 
+    @property
+    def sign(self) -> int:
+        """1 or -1 for an interval on one side of zero, else 0."""
+        if self.low is None or self.high is None:
+            return 0
+        return (self.low > 0) - (self.high < 0)
+
     def __str__(self) -> str:
         """Such as ``0.100 (0.025 to 0.200)``.
 

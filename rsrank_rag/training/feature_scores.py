@@ -143,13 +143,6 @@ def check_labels(features: Sequence[QueryFeatures]) -> None:
         )
 
 
-def device_for(device: str | None) -> torch.device:
-    """The device to train on; None stands for CUDA if there is a GPU, else for the CPU."""
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(device)
-
-
 def split(count: int, validation: float, seed: int = 0) -> tuple[list[int], list[int]]:
     """Numbers of training and validation queries, at random; at least one each.
 

@@ -10,13 +10,14 @@ are few, and each of them moves scores more than a number of B does.
 """
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from pydantic import BaseModel, Field, PositiveFloat, PositiveInt
 from torch import Tensor
 from torch.nn.functional import softplus
+from tqdm.auto import tqdm
 
 from ..backends.torch.projection import Projection
 from ..evaluation.metrics import ScoredQuery
@@ -70,7 +71,7 @@ def fine_tune(
     *,
     threshold: float = 0.0,
     device: torch.device | str = "cpu",
-    watch: Callable[[list[list[int]]], Iterable[list[int]]] = iter,
+    progress: bool = False,
 ) -> FineTuned:
     """Fine-tune an artifact's weights, and score each query with weights that have not seen it.
 
@@ -80,7 +81,7 @@ def fine_tune(
         options: How to train.
         threshold: Of the artifact. Fine-tuned weights have the threshold zero.
         device: Where to train.
-        watch: Wraps the folds, as a progress bar does.
+        progress: Whether to show a progress bar.
 
     Raises:
         InputError: There are fewer than two queries, or labels of one class only.
@@ -90,7 +91,8 @@ def fine_tune(
     tuner = _Tuner(base, options, count, device)
     before: list[ScoredQuery] = []
     after: list[ScoredQuery] = []
-    for numbers in watch(folds(count, options.folds)):
+    left_out_in_turn = folds(count, options.folds)
+    for numbers in tqdm(left_out_in_turn, "folds", unit="fold", disable=not progress):
         left_out = [features[number] for number in numbers]
         of_base = scored(left_out, tuner.weights, device=device)
         before += [query.shifted(threshold) for query in of_base]

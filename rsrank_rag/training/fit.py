@@ -6,7 +6,7 @@ Axes: L layers, H heads, P projection dimension, D head dimension.
 import json
 import math
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -14,6 +14,7 @@ import torch
 from pydantic import BaseModel, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor
 from torch.optim.lr_scheduler import CosineAnnealingLR
+from tqdm.auto import tqdm
 
 from ..backends.torch.projection import Projection
 from ..errors import TrainingError
@@ -87,7 +88,7 @@ def fit(
     *,
     output: Path | None = None,
     device: torch.device | str = "cpu",
-    watch: Callable[[range], Iterable[int]] = iter,
+    progress: bool = False,
 ) -> Fitted:
     """Train B, and take the epoch with the best F1 at zero on the validation queries.
 
@@ -98,7 +99,7 @@ def fit(
         options: How to train.
         output: Folder for ``log.jsonl``, one epoch a line.
         device: Where to train.
-        watch: Wraps the numbers of the epochs, as a progress bar does.
+        progress: Whether to show a progress bar.
 
     Raises:
         InputError: All labels are of one class.
@@ -114,7 +115,8 @@ def fit(
     steps = options.epochs * math.ceil(len(train) / options.batch_queries)
     schedule = CosineAnnealingLR(optimizer, steps, options.final_learning_rate)
     history: list[Epoch] = []
-    for number in watch(range(1, options.epochs + 1)):
+    epochs = range(1, options.epochs + 1)
+    for number in tqdm(epochs, "training B", unit="epoch", disable=not progress):
         order = list(train)
         random.Random(f"{options.seed}-{number}").shuffle(order)
         losses = []

@@ -1,9 +1,7 @@
 """A recipe: everything that decides which artifact comes out, as validated settings in TOML."""
 
-import json
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -106,7 +104,7 @@ class Recipe(BaseModel, extra="forbid", frozen=True):
 
         Args:
             source: Name of one that ships with the package, or a TOML file.
-            overrides: ``key=value`` in TOML, such as ``fit.epochs=10``.
+            overrides: ``key=value``, such as ``fit.epochs=10``. The value stands without quotes.
             data: Labelled files to train on instead of the recipe's.
             base: Artifact to fine-tune instead of the recipe's.
 
@@ -115,12 +113,17 @@ class Recipe(BaseModel, extra="forbid", frozen=True):
         """
         raw = read_toml(source, cls.folder, "recipe")
         for override in overrides:
-            _merge(raw, _assignment(override))
+            _set(raw, override)
         if data:
             raw["data"] = [{"file": str(file)} for file in data]
         if base is not None:
             raw |= {"base": base, "minimum_queries": 2}
         return validated(cls, raw, source, "recipe")
+
+    @property
+    def titles(self) -> list[str]:
+        """What the sets are called."""
+        return [part.title for part in self.data]
 
     def read_queries(self) -> list[LabelledQuery]:
         """The labelled queries of all files, without copies.
@@ -166,19 +169,15 @@ def validated(kind: type[Model], raw: dict[str, Any], source: str, what: str) ->
         raise InputError(f"{source} is not a valid {what}: {problems_of(error)}") from None
 
 
-def _merge(target: dict[str, Any], extra: dict[str, Any]) -> None:
-    for key, value in extra.items():
-        if isinstance(value, dict) and isinstance(target.get(key), dict):
-            _merge(target[key], value)
-        else:
-            target[key] = value
-
-
-def _assignment(override: str) -> dict[str, Any]:
-    """``key=value`` in TOML; a value that is no TOML is taken as text."""
+def _set(raw: dict[str, Any], override: str) -> None:
+    """Set an entry by ``key=value``; pydantic makes numbers of texts."""
     key, equals, value = override.partition("=")
-    if equals:
-        for text in (value, json.dumps(value)):
-            with suppress(tomllib.TOMLDecodeError):
-                return tomllib.loads(f"{key} = {text}")
-    raise InputError(f"{override!r} is no setting. Write key=value, such as fit.epochs=10.")
+    *parents, name = key.split(".")
+    part: Any = raw
+    for parent in parents:
+        part = part.setdefault(parent, {})
+        if not isinstance(part, dict):
+            raise InputError(f"{override!r} cannot be set, because {parent} has no entries.")
+    if not equals:
+        raise InputError(f"{override!r} is no setting. Write key=value, such as fit.epochs=10.")
+    part[name] = value

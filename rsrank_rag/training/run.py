@@ -4,9 +4,10 @@ Features stay in the output folder, so that the same recipe goes on where it sto
 """
 
 import json
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ from ..evaluation.metrics import present_means, ranking_measures
 from ..method.scoring import ShiftReader
 from ..method.template import PromptTokenizer
 from ..partial_files import write_text
-from .feature_scores import device_for, scored, split
+from .estimate import Estimate
+from .feature_scores import batch_scores, make_batch, scored, split
 from .features import FeatureExtractor
 from .fine_tuning import fine_tune
 from .fit import fit
@@ -36,17 +38,20 @@ from .verdict import Verdict, judge, measure
 
 @dataclass(frozen=True)
 class Result:
-    """Weights, and what is known of them."""
+    """Weights with the config of their artifact.
+
+    Attributes:
+        projection: The weights.
+        config: The config. Its metrics were measured by the artifact's rule on queries held out.
+        written: Which weights these are, and why, in a sentence.
+        problem: Why fine-tuned weights should not be written; None if nothing speaks against them.
+        verdict: Of fine-tuning: the base's weights against fine-tuned ones, on queries held out.
+    """
 
     projection: Projection
-    # Measured by the artifact's rule on queries held out.
-    metrics: dict[str, float]
-    settings: dict[str, Any]
-    # Which weights these are, and why, in a sentence.
+    config: RSRankConfig
     written: str
-    # Why fine-tuned weights should not be written; None if nothing speaks against them.
     problem: str | None = None
-    # Of fine-tuning: the base's weights against fine-tuned ones, on queries held out.
     verdict: Verdict | None = None
 
 
@@ -76,22 +81,11 @@ class TrainingRun:
     output: Path
     progress: bool = False
     force: bool = False
-    # Not a field. The paper's ablations read other signals.
-    reader = ShiftReader
 
     @property
     def artifact(self) -> Path:
         """Folder of the artifact."""
         return self.output / "artifact"
-
-    @property
-    def layers(self) -> tuple[int, ...]:
-        """Layers that B reads. The first use loads the language model.
-
-        Raises:
-            BackboneError: The model cannot be loaded, or does not have these layers.
-        """
-        return self._model.config.layers
 
     @cached_property
     def queries(self) -> list[LabelledQuery]:
@@ -119,15 +113,14 @@ class TrainingRun:
         """
         # Fails before the work, not after it, where ir-measures is missing.
         ranking_measures([])
-        device = device_for(self.recipe.model.device)
         features = self.extract()
         model = self._model
         if model.projection is None:
-            result = self._from_nothing(features, device)
+            result = self._from_nothing(features)
         else:
-            result = self._fine_tuned(features, device, model.projection)
-        config = self._config(result)
-        hub.write_derived(self.artifact, config, result.projection.weights(), model.folder)
+            result = self._fine_tuned(features, model.projection)
+        weights = result.projection.weights()
+        hub.write_derived(self.artifact, result.config, weights, model.folder)
         return result
 
     def extract(self) -> list[QueryFeatures]:
@@ -144,20 +137,68 @@ class TrainingRun:
                 finite.
         """
         queries = self.queries
-        model = self._model
         folder = self.output / "features"
         open_folder(folder, self._description())
         paths = [folder / f"{number:05d}.pt" for number in range(len(queries))]
         missing = [number for number, path in enumerate(paths) if not path.exists()]
-        reader = self.reader(model.core, model.prompts, self.layers)
-        extractor = FeatureExtractor(reader, self.recipe.features)
-        for number in self._bar(missing, desc="features", unit="query"):
+        extractor = self._extractor
+        for number in tqdm(missing, "features", unit="query", disable=not self.progress):
             write_features(paths[number], extractor.extract(queries[number]))
         return list(map(read_features, paths))
 
-    @cached_property
-    def _bar(self) -> "Callable[..., tqdm[Any]]":
-        return partial(tqdm, disable=not self.progress)
+    def estimate(self) -> Estimate:
+        """What `run` will take, from the times that the query of middle length takes.
+
+        Raises:
+            RSRankError: As `extract`, but no file is read or written.
+        """
+        recipe = self.recipe
+        config = self._model.config
+        queries = sorted(self.queries, key=_characters)
+        middle = queries[len(queries) // 2]
+        extractor = self._extractor
+        # The first run takes longer than the others.
+        extractor.extract(middle)
+        started = time.perf_counter()
+        features = extractor.extract(middle)
+        read = time.perf_counter()
+        _, heads, dimension, width = config.shape
+        projection = self._model.projection or Projection.random(
+            config.layers, heads, dimension, width
+        )
+        weights = dict(projection.to(self._device).named_parameters())
+        scores, _ = batch_scores(weights, make_batch([features], self._device))
+        scores.sum().backward()  # type: ignore[no-untyped-call]
+        trained = time.perf_counter()
+        passes = recipe.fit.epochs
+        if recipe.base is not None:
+            passes = (recipe.fine_tuning.folds + 1) * recipe.fine_tuning.iterations
+        times_read = sum(map(_characters, queries)) / _characters(middle)
+        times_stored = sum(map(self._rows, queries)) / self._rows(middle)
+        seconds = times_read * (read - started) + times_stored * passes * (trained - read)
+        return Estimate(
+            queries=len(queries),
+            pairs=sum(len(query.documents) for query in queries),
+            disk=round(times_stored * features.shifts.nbytes),
+            memory=sum(weight.nbytes for weight in self._model.core.model.parameters()),
+            hours=seconds / 3600,
+        )
+
+    def _rows(self, query: LabelledQuery) -> int:
+        """Shifts of a query's features in a layer and head."""
+        labels = [document.relevant for document in query.documents]
+        return self._model.prompts.query(query.query).length * (len(labels) + any(labels))
+
+    @property
+    def _device(self) -> torch.device:
+        name = self.recipe.model.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.device(name)
+
+    @property
+    def _extractor(self) -> FeatureExtractor:
+        model = self._model
+        reader = ShiftReader(model.core, model.prompts, model.config.layers)
+        return FeatureExtractor(reader, self.recipe.features)
 
     @cached_property
     def _model(self) -> _Model:
@@ -221,44 +262,40 @@ class TrainingRun:
             "max_length": model.prompts.max_length,
         }
 
-    def _fine_tuned(
-        self,
-        features: Sequence[QueryFeatures],
-        device: torch.device,
-        base: Projection,
-    ) -> Result:
+    def _fine_tuned(self, features: Sequence[QueryFeatures], base: Projection) -> Result:
         """Fine-tuned weights, or the base's if there is a `Verdict.problem`."""
         recipe = self.recipe
-        watch = partial(self._bar, desc="folds", unit="fold")
         config = self._model.config
         tuned = fine_tune(
             features,
             base,
             recipe.fine_tuning,
             threshold=config.threshold,
-            device=device,
-            watch=watch,
+            device=self._device,
+            progress=self.progress,
         )
-        titles = [part.title for part in recipe.data]
-        warn_of_reuse(str(recipe.base), config.training.data, titles)
+        warn_of_reuse(str(recipe.base), config.training.data, recipe.titles)
         verdict = judge(tuned.before, tuned.after, replace(config.rule, threshold=0.0))
         write_text(self.output / "verdict.json", verdict.model_dump_json(indent=2) + "\n")
+        problem = verdict.problem
+        if problem and not self.force:
+            written = f"the weights of {recipe.base}, unchanged: {problem}"
+            notes = f"{config.training.notes} {_note(written)}".strip()
+            training = config.training.model_copy(update={"notes": notes})
+            config = config.model_copy(update={"training": training})
+            return Result(base, config, written, problem, verdict)
+        written = f"fine-tuned weights, {verdict} on {verdict.queries} queries held out"
+        if config.threshold:
+            written += f"; threshold 0, no longer {config.threshold:g}"
+        if problem:
+            written += f"; forced: {problem}"
         settings = recipe.fine_tuning.model_dump()
         settings |= {"method": "fine-tuning", "base": recipe.base, "outcome": verdict.outcome}
-        problem = verdict.problem
-        projection = base
-        written = f"the weights of {recipe.base}, unchanged: {problem}"
-        if self.force or not problem:
-            projection = tuned.projection
-            written = f"fine-tuned weights, {verdict} on {verdict.queries} queries held out"
-            if config.threshold:
-                written += f"; threshold 0, no longer {config.threshold:g}"
-            if problem:
-                written += f"; forced: {problem}"
         metrics = {name: estimate.mean for name, estimate in verdict.after.items()}
-        return Result(projection, metrics, settings, written, problem, verdict)
+        config = self._config(metrics, settings, written)
+        return Result(tuned.projection, config, written, problem, verdict)
 
-    def _from_nothing(self, features: Sequence[QueryFeatures], device: torch.device) -> Result:
+    def _from_nothing(self, features: Sequence[QueryFeatures]) -> Result:
         """Train B from nothing, and measure the best epoch on the validation queries."""
         recipe = self.recipe
         training, held_out = split(len(features), recipe.validation, recipe.fit.seed)
@@ -266,40 +303,36 @@ class TrainingRun:
         fitted = fit(
             [features[number] for number in training],
             validation,
-            self.layers,
+            self._model.config.layers,
             recipe.fit,
             output=self.output / "fit",
-            device=device,
-            watch=partial(self._bar, desc="training B", unit="epoch"),
+            device=self._device,
+            progress=self.progress,
         )
-        settings = recipe.fit.model_dump(exclude={"seed"})
-        settings["epochs_run"] = len(fitted.history)
-        weights = dict(fitted.projection.named_parameters())
-        rows = scored(validation, weights, device=device)
         written = (
             f"B of epoch {fitted.best.epoch} of {len(fitted.history)}, chosen by F1 at zero on "
             f"{len(validation)} validation queries"
         )
-        metrics = present_means(measure(rows))
-        return Result(fitted.projection, metrics, settings, written)
+        settings = recipe.fit.model_dump(exclude={"seed"})
+        settings["epochs_run"] = len(fitted.history)
+        weights = dict(fitted.projection.named_parameters())
+        metrics = present_means(measure(scored(validation, weights, device=self._device)))
+        return Result(fitted.projection, self._config(metrics, settings, written), written)
 
-    def _config(self, result: Result) -> RSRankConfig:
+    def _config(
+        self, metrics: dict[str, float], settings: dict[str, Any], written: str
+    ) -> RSRankConfig:
+        """The config of trained weights; see `Result.written`."""
         model = self._model
         recipe = self.recipe
         config = model.config
         record = TrainingRecord(
-            data=tuple(
-                dict.fromkeys([*config.training.data, *(part.title for part in recipe.data)])
-            ),
+            data=tuple(dict.fromkeys([*config.training.data, *recipe.titles])),
             seed=recipe.fit.seed,
-            metrics={"held out": result.metrics},
-            settings=result.settings,
-            notes=f"Made by rsrank train: {result.written}.",
+            metrics={"held out": metrics},
+            settings=settings,
+            notes=_note(written),
         )
-        if result.projection is model.projection:
-            notes = f"{config.training.notes} {record.notes}".strip()
-            known = config.training.model_copy(update={"notes": notes})
-            return config.model_copy(update={"training": known})
         update = {
             "max_length": model.prompts.max_length,
             "threshold": 0.0,
@@ -307,3 +340,12 @@ class TrainingRun:
             "training": record,
         }
         return config.model_copy(update=update)
+
+
+def _characters(query: LabelledQuery) -> int:
+    """Characters of a query and its documents."""
+    return len(query.query) + sum(len(document.content()) for document in query.documents)
+
+
+def _note(written: str) -> str:
+    return f"Made by rsrank train: {written}."

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -127,10 +128,9 @@ def find_rule(queries: Sequence[ScoredQuery], goal: Goal, before: Rule) -> Tuned
         InputError: There are fewer than two queries, or too few have a relevant document.
     """
     rule = _choose(queries, goal)
-    kept = selection_measures(queries, rule)["kept"]
-    if np.array_equal(kept, selection_measures(queries, before)["kept"]):
-        rule = before
     old = selection_measures(queries, before)
+    if np.array_equal(old["kept"], selection_measures(queries, rule)["kept"]):
+        rule = before
     new = {name: np.zeros(len(queries)) for name in RULE_MEASURES}
     for numbers in folds(len(queries), FOLDS):
         others = [query for number, query in enumerate(queries) if number not in numbers]
@@ -144,7 +144,7 @@ def find_rule(queries: Sequence[ScoredQuery], goal: Goal, before: Rule) -> Tuned
         rule=rule,
         result=apply_rule(queries, rule),
         answerable=sum(any(query.relevant) for query in queries),
-        verdict=verdict_on({name: old[name] for name in RULE_MEASURES}, new),
+        verdict=verdict_on(old, new),
     )
 
 
@@ -207,44 +207,32 @@ def tune(
     if tuned.problem:
         note = f"{note} It was forced: {tuned.problem}."
     used = tuple(sorted({*ranker.labelled_data, name}))
+    rule = tuned.rule
+    parts: dict[str, Any] = {
+        "threshold": rule.threshold,
+        "max_gap": rule.max_gap,
+        "fallback": rule.fallback,
+    }
     if isinstance(ranker, RSRank):
         config = ranker.config
-        training = config.training.model_copy(
+        training = {
+            "notes": f"{config.training.notes} {note}".strip(),
+            "data": used,
             # The recorded figures were measured with another rule.
-            update={
-                "notes": f"{config.training.notes} {note}".strip(),
-                "data": used,
-                "metrics": {},
-            }
-        )
-        config = config.model_copy(
-            update={
-                "threshold": tuned.rule.threshold,
-                "max_gap": tuned.rule.max_gap,
-                "fallback": tuned.rule.fallback,
-                "training": training,
-            }
-        )
-        hub.write_derived(
-            output,
-            config,
-            ranker.projection,
-            hub.resolve(source.name, source.revision, source),
-        )
+            "metrics": {},
+        }
+        parts["training"] = config.training.model_copy(update=training)
+        folder = hub.resolve(source.name, source.revision, source)
+        config = config.model_copy(update=parts)
+        hub.write_derived(output, config, ranker.projection, folder)
         return tuned
-    tuned_rule = systems.TunedRule(
-        model=source.name,
-        revision=source.revision,
-        threshold=tuned.rule.threshold,
-        max_gap=tuned.rule.max_gap,
-        fallback=tuned.rule.fallback,
-        data=used,
-        notes=note,
+    system = systems.TunedRule(
+        model=source.name, revision=source.revision, data=used, notes=note, **parts
     )
     # A file names the system itself, never another file.
     if source.name.endswith(".json"):
         known = systems.TunedRule.read(source.name)
-        tuned_rule.model = known.model
-        tuned_rule.revision = source.revision or known.revision
-    write_text(output, tuned_rule.model_dump_json(indent=2))
+        system.model = known.model
+        system.revision = source.revision or known.revision
+    write_text(output, system.model_dump_json(indent=2))
     return tuned

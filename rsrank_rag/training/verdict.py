@@ -4,9 +4,10 @@ A loss or a gain counts when the 95% interval of the difference (paired bootstra
 on one side of zero. Few queries miss most losses.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Literal
+
+import numpy as np
 
 from ..evaluation.metrics import ScoredQuery, ranking_measures, selection_measures
 from ..evaluation.statistics import FEWEST, Array, Estimate, Record, bootstrap, estimate
@@ -58,12 +59,12 @@ class Verdict(Record):
     @property
     def gains(self) -> list[str]:
         """Measures that became better beyond chance."""
-        return [name for name in self.difference if self._improvement(name)[0] > 0]
+        return [name for name in self.difference if self._direction(name) > 0]
 
     @property
     def losses(self) -> list[str]:
         """Measures that became worse beyond chance."""
-        return [name for name in self.difference if self._improvement(name)[1] < 0]
+        return [name for name in self.difference if self._direction(name) < 0]
 
     @property
     def unjudged(self) -> list[str]:
@@ -109,14 +110,10 @@ class Verdict(Record):
             text = f"; {self.outcome}{text}"
         return text[2:]
 
-    def _improvement(self, name: str) -> tuple[float, float]:
-        """Interval of a measure's difference, positive where it became better; endless for none."""
-        change = self.difference[name]
-        if change.low is None or change.high is None:
-            return -math.inf, math.inf
-        if name in LESS_IS_BETTER:
-            return -change.high, -change.low
-        return change.low, change.high
+    def _direction(self, name: str) -> int:
+        """1 for a measure that became better beyond chance, -1 for worse, 0 for neither."""
+        better = -1 if name in LESS_IS_BETTER else 1
+        return better * self.difference[name].sign
 
 
 def judge(
@@ -130,15 +127,15 @@ def judge(
 
 
 def verdict_on(before: Mapping[str, Array], after: Mapping[str, Array]) -> Verdict:
-    """Compare two selections by the measures of each query, (queries,) each."""
-    count = len(next(iter(before.values())))
+    """Compare two selections by the measures of ``after``, (queries,) each."""
+    count = len(next(iter(after.values())))
     verdict = Verdict(queries=count, before={}, after={}, difference={})
-    for name in before:
+    for name in after:
         base = bootstrap(before[name])
         other = bootstrap(after[name])
         means = {"before": base, "after": other, "difference": other - base}
         for side, drawn in means.items():
-            if not math.isnan(drawn[0]):
+            if not np.isnan(drawn[0]):
                 getattr(verdict, side)[name] = estimate(drawn)
     return verdict
 

@@ -170,7 +170,7 @@ def test_reading_that_was_interrupted_goes_on_without_loss_or_repetition(
     [
         (["features.dtype=bfloat16"], "dtype: 'float16' there, 'bfloat16' wanted"),
         (["features.last_layer=2"], r"layers: \[1, 2, 3\] there, \[1, 2\] wanted"),
-        (['template.suffix="!"'], "template: "),
+        (["template.suffix=!"], "template: "),
         (["model.dtype=bfloat16"], "compute_dtype: 'torch.float32' there"),
     ],
 )

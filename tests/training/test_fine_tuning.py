@@ -440,6 +440,6 @@ def test_features_are_read_in_the_precision_in_which_the_artifact_will_run(fused
 
 
 def test_what_an_artifact_decides_cannot_be_set(fused):
-    for setting in ("fit.epochs=3", "fit.seed=7", "features.last_layer=2", "template.suffix='x'"):
+    for setting in ("fit.epochs=3", "fit.seed=7", "features.last_layer=2", "template.suffix=x"):
         with pytest.raises(InputError, match="cannot be set: fine-tuning an artifact"):
             Recipe.load("your-data", [setting], base=str(fused))
