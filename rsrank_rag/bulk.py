@@ -22,7 +22,7 @@ PAIR = ("query", "document")
 COLUMNS = ("score", "above_threshold", "truncated", "error")
 
 # A model that fails on this pair fails on every pair.
-SIMPLE_PAIR = Pair("Which animal gives milk?", "The cow gives milk.")
+SIMPLE_TASK = Task(Pair("Which animal gives milk?", "The cow gives milk."))
 
 # Rows that are scored together: enough to sort them into batches of similar length. Rows of many
 # bytes are scored in smaller chunks.
@@ -143,17 +143,17 @@ def _finite(text: str) -> float:
 
 def _add_scores(rows: Sequence[Row], engine: Engine) -> None:
     """Add `COLUMNS` to rows."""
-    pairs = {}
-    for place, row in enumerate(rows):
-        texts = [row[name] for name in PAIR]
+    scorable = []
+    tasks = []
+    for row in rows:
         row |= dict.fromkeys(COLUMNS)
-        if all(isinstance(text, str) for text in texts):
-            pairs[place] = Pair(*texts)
+        if isinstance(row["query"], str) and isinstance(row["document"], str):
+            scorable.append(row)
+            tasks.append(Task(Pair(row["query"], row["document"])))
         else:
             row["error"] = "The query or the document is no text."
     threshold = engine.reranker.threshold
-    for place, outcome in zip(pairs, _outcomes(list(pairs.values()), engine), strict=True):
-        row = rows[place]
+    for row, outcome in zip(scorable, _outcomes(tasks, engine), strict=True):
         scored = outcome.scored
         if scored is None:
             row["error"] = outcome.error
@@ -164,17 +164,17 @@ def _add_scores(rows: Sequence[Row], engine: Engine) -> None:
             row["above_threshold"] = passes(scored.score, threshold)
 
 
-def _outcomes(pairs: Sequence[Pair], engine: Engine) -> list[Outcome]:
+def _outcomes(tasks: Sequence[Task], engine: Engine) -> list[Outcome]:
     """Score pairs.
 
     Raises:
         RSRankError: The model fails on a simple pair, too: it must not fill files with errors.
     """
     try:
-        outcomes = engine.run([Task(pair) for pair in pairs])
+        outcomes = engine.run(tasks)
         if not any(outcome.model_failed for outcome in outcomes):
             return outcomes
-        (simple,) = engine.run([Task(SIMPLE_PAIR)])
+        (simple,) = engine.run([SIMPLE_TASK])
         if not simple.model_failed:
             return outcomes
         reason = f"it {simple.error}"

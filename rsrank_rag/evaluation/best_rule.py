@@ -78,29 +78,28 @@ def best_rule(
     """
     grid = _Grid(queries, weights)
     goal = goal or Goal()
-    candidates: list[tuple[tuple[float, ...], Rule]] = []
     thresholds = grid.thresholds if threshold is None else [threshold]
+    rule = Rule()
+    least = [math.inf]
     for threshold in thresholds:
         has_strong = grid.best > threshold
-        # Bars of documents above the threshold, then of the fallback.
-        gaps = [None, *grid.gaps]
-        strong = [grid.totals(has_strong, threshold, gap) for gap in gaps]
+        errors = grid.errors(threshold)
         fallbacks: list[Fallback | None] = [None]
         weak = [np.zeros(3)]
         for depth in grid.depths(threshold):
             for gap in grid.gaps[:: GAPS // FALLBACKS]:
                 fallbacks.append(Fallback(gap, depth))
                 weak.append(grid.totals(~has_strong, threshold - depth, gap))
-        # (gaps, fallbacks, 3)
-        totals = np.array(strong)[:, None] + np.array(weak)
-        kept, answers, recall = np.moveaxis(totals, -1, 0)
-        missing = np.maximum(1 - goal.lost - answers, 0) + np.maximum(goal.recall - recall, 0)
-        keys = np.stack([missing, kept + grid.errors(threshold), -answers, -recall]).round(9)
-        place = np.lexsort(keys.reshape(4, -1)[::-1])[0]
-        row, column = np.unravel_index(place, kept.shape)
-        key = tuple(keys[:, row, column].tolist())
-        candidates.append((key, Rule(threshold, gaps[row], fallbacks[column])))
-    return min(candidates, key=lambda one: one[0])[1]
+        for max_gap in (None, *grid.gaps):
+            strong = grid.totals(has_strong, threshold, max_gap)
+            for fallback, totals in zip(fallbacks, strong + weak, strict=True):
+                kept, answers, recall = totals.tolist()
+                missing = max(1 - goal.lost - answers, 0) + max(goal.recall - recall, 0)
+                key = [round(x, 9) for x in (missing, kept + errors, -answers, -recall)]
+                if key < least:
+                    least = key
+                    rule = Rule(threshold, max_gap, fallback)
+    return rule
 
 
 class _Grid:

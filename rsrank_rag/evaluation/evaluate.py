@@ -15,9 +15,11 @@ from .metrics import (
     apply_rule,
     present_means,
     ranking_measures,
-    rules,
     selection_measures,
 )
+
+# Numbers of passages that pipelines keep without a threshold.
+LIST_LENGTHS = (1, 3, 5)
 
 
 def score_dataset(reranker: Reranker, queries: Iterable[LabelledQuery]) -> list[ScoredQuery]:
@@ -48,15 +50,26 @@ def summarise(scored: Sequence[ScoredQuery], rule: Rule) -> dict[str, Any]:
 
     Returns:
         ``queries`` (number). ``answerable``: number of queries with a relevant document.
-        ``ndcg@5``, ``recall@5``. ``rules``: for each of `rules` by its name, the rule in words
-        (``rule``) and the fields of `RuleResult`.
+        ``ndcg@5``, ``recall@5``. ``rules``: the rule in use and what somebody would use instead, by
+        name, each with the rule in words (``rule``) and the fields of `RuleResult`. ``threshold``
+        is the threshold alone, which is the paper's rule. ``top1``, ``top3`` and ``top5`` are the
+        best ones, whatever they score. ``first1``, ``first3`` and ``first5`` are the first ones of
+        the file, whose order is the retriever's if the file was written so.
 
     Raises:
         MissingDependencyError: ir-measures is not installed.
     """
+    rules = {"in_use": rule, "threshold": Rule(rule.threshold)}
+    for count in LIST_LENGTHS:
+        rules[f"top{count}"] = Rule(top_n=count)
     results = {}
-    for name, one in rules(rule).items():
+    for name, one in rules.items():
         results[name] = {"rule": str(one), **apply_rule(scored, one)._asdict()}
+    in_file_order = [query.in_file_order() for query in scored]
+    for count in LIST_LENGTHS:
+        result = apply_rule(in_file_order, Rule(top_n=count))
+        words = f"first {count} in the file's order"
+        results[f"first{count}"] = {"rule": words, **result._asdict()}
     return {
         "queries": len(scored),
         "answerable": sum(any(query.relevant) for query in scored),

@@ -44,46 +44,12 @@ class ScoredQuery:
         """The same query, with scores whose zero is the threshold."""
         return ScoredQuery([score - threshold for score in self.scores], self.relevant)
 
-
-@dataclass(frozen=True)
-class FirstOfList:
-    """A rule without scores: the first documents of the file, in the file's order.
-
-    The file's order is the retriever's if the file was written so.
-    """
-
-    count: int
-
-    def __str__(self) -> str:
-        return f"first {self.count} in the file's order"
-
-    def select(self, scores: Sequence[float]) -> list[int]:
-        """Positions of the documents that are kept."""
-        return list(range(len(scores)))[: self.count]
+    def in_file_order(self) -> "ScoredQuery":
+        """The same query, with scores that rank the documents as they stand in the file."""
+        return ScoredQuery([-place for place in range(len(self.scores))], self.relevant)
 
 
-def rules(native: Rule) -> dict[str, Rule | FirstOfList]:
-    """The rule in use, and what somebody would use instead, by their names in summaries.
-
-    ``in_use``: the rule in use. ``threshold``: its threshold alone, which is the paper's rule.
-    ``top1``, ``top3`` and ``top5``: the best ones, whatever they score. ``first1``, ``first3`` and
-    ``first5``: the first ones of the file, without the scores.
-    """
-    return {
-        "in_use": native,
-        "threshold": Rule(native.threshold),
-        "top1": Rule(top_n=1),
-        "top3": Rule(top_n=3),
-        "top5": Rule(top_n=5),
-        "first1": FirstOfList(1),
-        "first3": FirstOfList(3),
-        "first5": FirstOfList(5),
-    }
-
-
-def selection_measures(
-    queries: Sequence[ScoredQuery], rule: Rule | FirstOfList
-) -> dict[str, Array]:
+def selection_measures(queries: Sequence[ScoredQuery], rule: Rule) -> dict[str, Array]:
     """Measures of what a rule keeps of each query, (queries,); NaN where one means nothing.
 
     ``kept``: number of documents. ``precision``, NaN if nothing is kept. ``f1``. Of an answerable
@@ -95,7 +61,7 @@ def selection_measures(
     for row, query in zip(counts, queries, strict=True):
         places = rule.select(query.scores)
         relevant_kept = sum(query.relevant[place] for place in places)
-        is_weak = isinstance(rule, Rule) and rule.bar(query.scores).weak
+        is_weak = rule.bar(query.scores).weak
         row[:] = len(places), relevant_kept, sum(query.relevant), len(query.scores), is_weak
     kept, hits, relevant, documents, weak = counts.T
     is_answerable = relevant > 0
@@ -124,7 +90,7 @@ class RuleResult(NamedTuple):
     kept_unanswerable: float | None  # mean number of documents over the unanswerable queries
 
 
-def apply_rule(queries: Sequence[ScoredQuery], rule: Rule | FirstOfList) -> RuleResult:
+def apply_rule(queries: Sequence[ScoredQuery], rule: Rule) -> RuleResult:
     """What a rule keeps of several queries, at least one."""
     values = selection_measures(queries, rule)
     results: dict[str, Any] = dict.fromkeys(RuleResult._fields)

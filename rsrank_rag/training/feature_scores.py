@@ -6,7 +6,6 @@ of a query, R token rows: one for each query token of each document of a batch.
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -72,15 +71,9 @@ def with_equal_windows(similarities: Sequence[Tensor]) -> list[Tensor]:
 def batches(
     features: Sequence[QueryFeatures], size: int, device: torch.device | str
 ) -> Iterator[Batch]:
-    """Batches in order; a thread makes the next one while one is trained on."""
-    with ThreadPoolExecutor(1) as thread:
-        following = thread.submit(make_batch, features[:size], device)
-        for start in range(size, len(features) + size, size):
-            batch = following.result()
-            if start < len(features):
-                group = features[start : start + size]
-                following = thread.submit(make_batch, group, device)
-            yield batch
+    """Batches of so many queries, in order."""
+    for start in range(0, len(features), size):
+        yield make_batch(features[start : start + size], device)
 
 
 def batch_scores(weights: NamedWeights, batch: Batch) -> tuple[Tensor, Tensor]:

@@ -21,20 +21,19 @@ from .store import QueryFeatures
 def joined_documents(prompts: PromptTokenizer, documents: Sequence[str], query_length: int) -> Ids:
     """One prefix with several documents, a line break between them: the oracle's (Section 4.2).
 
-    Documents that do not fit together get equal shares; what a shorter one leaves goes to others.
+    If the documents do not fit together, the longest ones are cut to one length.
     """
     encoded = prompts.encode(documents)
     line_break = prompts.encode(["\n"])[0]
     most = prompts.document_limit(query_length)
-    left = max(most - len(line_break) * (len(encoded) - 1), 0)
-    by_length = sorted(range(len(encoded)), key=lambda index: len(encoded[index]))
-    for rank, index in enumerate(by_length):
-        encoded[index] = encoded[index][: left // (len(encoded) - rank)]
-        left -= len(encoded[index])
-    joined = [*encoded[0]]
-    for ids in encoded[1:]:
-        joined += [*line_break, *ids]
-    return (*prompts.instruction, *joined[:most], *prompts.separator)
+    room = most - len(line_break) * (len(encoded) - 1)
+    longest = max(map(len, encoded))
+    while longest and sum(min(len(ids), longest) for ids in encoded) > room:
+        longest -= 1
+    joined: list[int] = []
+    for ids in encoded:
+        joined += [*ids[:longest], *line_break]
+    return (*prompts.instruction, *joined[: -len(line_break)][:most], *prompts.separator)
 
 
 def document_ids(prompts: PromptTokenizer, query: LabelledQuery, query_length: int) -> list[Ids]:

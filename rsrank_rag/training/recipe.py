@@ -125,6 +125,13 @@ class Recipe(BaseModel, extra="forbid", frozen=True):
         """What the sets are called."""
         return [part.title for part in self.data]
 
+    @property
+    def passes(self) -> int:
+        """How often training reads all features, at most."""
+        if self.base is None:
+            return self.fit.epochs
+        return (self.fine_tuning.folds + 1) * self.fine_tuning.iterations
+
     def read_queries(self) -> list[LabelledQuery]:
         """The labelled queries of all files, without copies.
 

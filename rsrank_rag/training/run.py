@@ -4,11 +4,11 @@ Features stay in the output folder, so that the same recipe goes on where it sto
 """
 
 import json
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from timeit import timeit
 from typing import Any
 
 import torch
@@ -152,36 +152,27 @@ class TrainingRun:
         Raises:
             RSRankError: As `extract`, but no file is read or written.
         """
-        recipe = self.recipe
-        config = self._model.config
         queries = sorted(self.queries, key=_characters)
         middle = queries[len(queries) // 2]
         extractor = self._extractor
         # The first run takes longer than the others.
-        extractor.extract(middle)
-        started = time.perf_counter()
         features = extractor.extract(middle)
-        read = time.perf_counter()
-        _, heads, dimension, width = config.shape
-        projection = self._model.projection or Projection.random(
-            config.layers, heads, dimension, width
-        )
-        weights = dict(projection.to(self._device).named_parameters())
-        scores, _ = batch_scores(weights, make_batch([features], self._device))
-        scores.sum().backward()  # type: ignore[no-untyped-call]
-        trained = time.perf_counter()
-        passes = recipe.fit.epochs
-        if recipe.base is not None:
-            passes = (recipe.fine_tuning.folds + 1) * recipe.fine_tuning.iterations
-        times_read = sum(map(_characters, queries)) / _characters(middle)
-        times_stored = sum(map(self._rows, queries)) / self._rows(middle)
-        seconds = times_read * (read - started) + times_stored * passes * (trained - read)
+        reading = timeit(lambda: extractor.extract(middle), number=1)
+        reading *= sum(map(_characters, queries)) / _characters(middle)
+        weight = torch.rand(self._model.config.shape, device=self._device, requires_grad=True)
+
+        def step() -> None:
+            batch = make_batch([features], self._device)
+            batch_scores({"weight": weight}, batch)[0].sum().backward()  # type: ignore[no-untyped-call]
+
+        share = sum(map(self._rows, queries)) / self._rows(middle)
+        training = timeit(step, number=1) * share * self.recipe.passes
         return Estimate(
             queries=len(queries),
             pairs=sum(len(query.documents) for query in queries),
-            disk=round(times_stored * features.shifts.nbytes),
+            disk=round(share * features.shifts.nbytes),
             memory=sum(weight.nbytes for weight in self._model.core.model.parameters()),
-            hours=seconds / 3600,
+            hours=(reading + training) / 3600,
         )
 
     def _rows(self, query: LabelledQuery) -> int:

@@ -59,12 +59,12 @@ def extractor(loaded):
 # Reading
 
 
-def test_documents_that_are_read_together_get_fair_shares(loaded):
+def test_documents_that_are_read_together_are_cut_to_one_length(loaded):
     _, prompts = loaded("qwen3")
     room = prompts.document_limit(10)
     long, short = "word " * 2000, "bridge"
     ids = joined_documents(prompts, [long, short, long], 10)
-    assert len(ids) == prompts.overhead + room
+    assert prompts.overhead + room - 2 < len(ids) <= prompts.overhead + room
     text = "".join(prompts.text_of(ids))
     first, middle, last = text.removeprefix("".join(prompts.text_of(prompts.instruction))).split(
         "\n"

@@ -8,24 +8,74 @@ from ...errors import BackboneError, InputError, required
 from ...reranker import Reranker
 
 
-class BiEncoder(Reranker):
-    """The cosine of sentence embeddings (sentence-transformers). It has no native threshold.
+class Encoder(Reranker):
+    """A model of sentence-transformers. It has no native threshold.
 
-    Queries and documents get the model's prompts, if the model has prompts. The model is loaded in
-    float32, unless ``options`` name a dtype.
+    The model is loaded in float32, unless ``options`` name a dtype.
+
+    Args:
+        name: Hub id or folder.
+        revision: Commit, tag or branch on the Hub.
+        options: How to load the model.
 
     Raises:
-        BackboneError: The model cannot be loaded.
+        BackboneError: The model cannot be loaded, or gives more than one number a pair.
         InputError: ``options`` ask for 8-bit or 4-bit weights.
         MissingDependencyError: sentence-transformers is not installed.
     """
 
     threshold: float | None = None
 
+    kind: str
+    """Name of the class of sentence-transformers."""
+
+    runs_own_code = False
+    """Whether code of the model's repository runs."""
+
     def __init__(
         self, name: str, *, revision: str | None = None, options: LoadOptions | None = None
     ) -> None:
-        self._model = _load("SentenceTransformer", name, revision, options)
+        sentence_transformers = required(
+            "sentence_transformers",
+            "Bi-encoders and cross-encoders need sentence-transformers.",
+            "systems",
+        )
+        from ...backends.torch.loading import LOAD_ERRORS
+
+        options = options or LoadOptions()
+        if options.quantised is not None:
+            raise InputError(
+                f"{name!r} is a sentence-transformers model, which is not loaded in 8-bit or 4-bit "
+                "here. Use dtype='bfloat16' (--dtype bfloat16) to save memory."
+            )
+        dtype: Any = "float32"
+        if options.dtype is not None:
+            dtype = options.resolved_dtype()
+        hub = {"revision": revision, **options.hub}
+        try:
+            if self.kind == "CrossEncoder" and not self.runs_own_code:
+                _check_no_custom_code(name, hub)
+            hub["cache_folder"] = hub.pop("cache_dir")
+            self._model = getattr(sentence_transformers, self.kind)(
+                name,
+                device=str(options.resolved_device()),
+                trust_remote_code=self.runs_own_code,
+                model_kwargs={"dtype": dtype},
+                **hub,
+            )
+        except LOAD_ERRORS as error:
+            raise BackboneError(
+                f"{name!r} could not be loaded as a {self.kind}: {error}"
+            ) from error
+
+
+class BiEncoder(Encoder):
+    """The cosine of sentence embeddings.
+
+    Queries and documents get the model's prompts, if the model has prompts.
+    """
+
+    kind = "SentenceTransformer"
 
     def score(self, query: str, documents: Sequence[str]) -> list[float]:
         """Cosine of query and document."""
@@ -47,38 +97,18 @@ class BiEncoder(Reranker):
         )
 
 
-class CrossEncoder(Reranker):
-    """A sentence-transformers cross-encoder, by its raw output.
+class CrossEncoder(Encoder):
+    """A cross-encoder, by its raw output.
 
-    It has no native threshold, because a model may be trained on order alone. The model is loaded
-    in float32, unless ``options`` name a dtype.
-
-    Args:
-        name: Hub id or folder.
-        revision: Commit, tag or branch on the Hub.
-        options: How to load the model.
-
-    Raises:
-        BackboneError: The model cannot be loaded, or gives more than one number a pair.
-        InputError: ``options`` ask for 8-bit or 4-bit weights.
-        MissingDependencyError: sentence-transformers is not installed.
+    The output has no native threshold, because a model may be trained on order alone.
     """
 
-    threshold: float | None = None
-
-    runs_own_code = False
-    """Whether code of the model's repository runs."""
+    kind = "CrossEncoder"
 
     def __init__(
-        self,
-        name: str,
-        *,
-        revision: str | None = None,
-        options: LoadOptions | None = None,
+        self, name: str, *, revision: str | None = None, options: LoadOptions | None = None
     ) -> None:
-        self._model = _load(
-            "CrossEncoder", name, revision, options, trust_remote_code=self.runs_own_code
-        )
+        super().__init__(name, revision=revision, options=options)
         if self._model.num_labels != 1:
             raise BackboneError(
                 f"{name!r} is no reranker: it gives {self._model.num_labels} numbers a pair, "
@@ -103,45 +133,6 @@ class BGEReranker(CrossEncoder):
     """
 
     threshold = 0.0
-
-
-def _load(
-    kind: str,
-    name: str,
-    revision: str | None,
-    options: LoadOptions | None,
-    trust_remote_code: bool = False,
-) -> Any:
-    sentence_transformers = required(
-        "sentence_transformers",
-        "Bi-encoders and cross-encoders need sentence-transformers.",
-        "systems",
-    )
-    from ...backends.torch.loading import LOAD_ERRORS
-
-    options = options or LoadOptions()
-    if options.quantised is not None:
-        raise InputError(
-            f"{name!r} is a sentence-transformers model, which is not loaded in 8-bit or 4-bit "
-            "here. Use dtype='bfloat16' (--dtype bfloat16) to save memory."
-        )
-    dtype: Any = "float32"
-    if options.dtype is not None:
-        dtype = options.resolved_dtype()
-    hub = {"revision": revision, **options.hub}
-    try:
-        if kind == "CrossEncoder" and not trust_remote_code:
-            _check_no_custom_code(name, hub)
-        hub["cache_folder"] = hub.pop("cache_dir")
-        return getattr(sentence_transformers, kind)(
-            name,
-            device=str(options.resolved_device()),
-            trust_remote_code=trust_remote_code,
-            model_kwargs={"dtype": dtype},
-            **hub,
-        )
-    except LOAD_ERRORS as error:
-        raise BackboneError(f"{name!r} could not be loaded as a {kind}: {error}") from error
 
 
 def _check_no_custom_code(name: str, hub: Mapping[str, Any]) -> None:
