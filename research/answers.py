@@ -24,9 +24,11 @@ from rsrank_rag.adapters.kinds import load
 from rsrank_rag.backends.options import ModelSource
 from rsrank_rag.cli.arguments import PATH, command, progress
 from rsrank_rag.evaluation.datasets import LabelledQuery, read_lines, read_sets
-from rsrank_rag.evaluation.statistics import Estimate, Record, estimate_mean
+from rsrank_rag.evaluation.statistics import Estimate, Record
 from rsrank_rag.partial_files import write_text
 from rsrank_rag.reranker import Reranker
+
+from .comparison import estimate_mean
 
 SUFFIX = ".paragraph"
 

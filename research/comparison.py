@@ -17,7 +17,8 @@ from rsrank_rag.evaluation.statistics import (
     Array,
     Estimate,
     Record,
-    estimate_mean,
+    bootstrap,
+    estimate,
 )
 from rsrank_rag.ranking.rule import Rule
 
@@ -124,6 +125,17 @@ def compare(systems: Sequence[Measured], sets: LabelledSets) -> Comparison:
     labels = {name: tuple(map(_labels, queries)) for name, queries in sets.items()}
     differences = [_difference(first, second) for first, second in combinations(results, 2)]
     return Comparison(labels=labels, systems=tuple(results), differences=tuple(differences))
+
+
+def estimate_mean(*samples: ArrayLike) -> Estimate:
+    """The mean of the means of several sets, with its interval.
+
+    Args:
+        samples: One number for each query of a set, see `bootstrap`. Each set counts the same
+            whatever its size, and is resampled by itself.
+    """
+    means = [bootstrap(sample, seed=number) for number, sample in enumerate(samples)]
+    return estimate(np.mean(means, axis=0))
 
 
 def _labels(query: LabelledQuery) -> QueryLabels:

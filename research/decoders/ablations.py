@@ -10,13 +10,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import click
-import numpy as np
 
 from rsrank_rag.backends.torch.projection import Projection
 from rsrank_rag.cli.arguments import PATH, command
 from rsrank_rag.errors import InputError
 from rsrank_rag.evaluation.metrics import ScoredQuery, ranking_measures, selection_measures
-from rsrank_rag.evaluation.statistics import Estimate, Record, estimate_mean
+from rsrank_rag.evaluation.statistics import Estimate, Record, bootstrap, estimate
 from rsrank_rag.partial_files import write_text
 from rsrank_rag.ranking.rule import Rule
 from rsrank_rag.training.feature_scores import scored, split
@@ -199,7 +198,7 @@ def metrics_of(results: Sequence[ScoredQuery]) -> dict[str, Estimate]:
         "f1@0": selection_measures(results, Rule(0.0))["f1"],
         "f1@best": selection_measures(results, Rule(best))["f1"],
     }
-    return {name: estimate_mean(np.asarray(row)) for name, row in values.items()}
+    return {name: estimate(bootstrap(row)) for name, row in values.items()}
 
 
 @command(resumes=True)

@@ -17,7 +17,7 @@ from typing import Any
 
 from data import EVERYDAY, REAL, SETS
 from rsrank_rag.evaluation.metrics import ScoredQuery, ranking_measures, selection_measures
-from rsrank_rag.evaluation.statistics import estimate_mean
+from rsrank_rag.evaluation.statistics import bootstrap, estimate
 from rsrank_rag.ranking.rule import Rule
 
 ROOT = Path(__file__).parents[2]
@@ -332,10 +332,10 @@ def differences(
             pair.append({**ranking_measures(scored), "f1": f1})
         row = {}
         for metric in METRICS:
-            estimate = estimate_mean(pair[0][metric] - pair[1][metric])
-            mean = estimate.mean
-            low = mean if estimate.low is None else estimate.low
-            high = mean if estimate.high is None else estimate.high
+            change = estimate(bootstrap(pair[0][metric] - pair[1][metric]))
+            mean = change.mean
+            low = mean if change.low is None else change.low
+            high = mean if change.high is None else change.high
             row[metric] = [mean, low, high]
         by_set[name] = row
     return by_set

@@ -54,32 +54,21 @@ class Estimate(Record):
         return f"{number(self.mean)} ({number(self.low)} to {number(self.high)})"
 
 
-def estimate_mean(*samples: ArrayLike) -> Estimate:
-    """The mean of the samples' means, with its interval; for the samples see `bootstrap`."""
-    return estimate(bootstrap(*samples))
-
-
-def bootstrap(*samples: ArrayLike, resamples: int = RESAMPLES, seed: int = 0) -> Array:
-    """The mean of the samples' means, then the same of each bootstrap sample, (1 + resamples,).
+def bootstrap(sample: ArrayLike, *, resamples: int = RESAMPLES, seed: int = 0) -> Array:
+    """The mean of a sample, then that of each bootstrap sample, (1 + resamples,).
 
     Args:
-        samples: One number for each query, (queries,), NaN for a query without one. Several samples
-            are several sets. Each set counts the same whatever its size, and is resampled by
-            itself.
-        resamples: Number of bootstrap samples. They are NaN if a set has fewer than `FEWEST`
-            queries with a number.
+        sample: One number for each query, (queries,), NaN for a query without one.
+        resamples: Number of bootstrap samples. They are NaN if fewer than `FEWEST` queries have a
+            number.
         seed: The same seed draws the same queries. The difference of two results is therefore that
             of paired samples.
     """
-    means = []
-    for number, sample in enumerate(samples):
-        values = np.asarray(sample, dtype=float)
-        drawn = mean_present(values, resampled(len(values), resamples, seed + number))
-        if np.isfinite(values).sum() < FEWEST:
-            drawn[1:] = np.nan
-        means.append(drawn)
-    total: Array = np.mean(means, axis=0)
-    return total
+    values = np.asarray(sample, dtype=float)
+    drawn = mean_present(values, resampled(len(values), resamples, seed))
+    if np.isfinite(values).sum() < FEWEST:
+        drawn[1:] = np.nan
+    return drawn
 
 
 def estimate(drawn: Array) -> Estimate:

@@ -9,13 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rsrank_rag.evaluation import statistics
-from rsrank_rag.evaluation.statistics import bootstrap, estimate, estimate_mean
+from rsrank_rag.evaluation.statistics import bootstrap, estimate
 
 
 @pytest.fixture(autouse=True)
 def intervals_of_few(monkeypatch):
     """Small samples, which can be checked by hand."""
     monkeypatch.setattr(statistics, "FEWEST", 2)
+
+
+def estimate_mean(sample):
+    return estimate(bootstrap(sample))
 
 
 def mean(values):
@@ -43,13 +47,13 @@ def test_the_interval_covers_the_true_mean_about_as_often_as_it_says():
 
 @settings(max_examples=30, deadline=None)
 @given(
-    st.lists(st.lists(st.floats(0, 1), min_size=2, max_size=6), min_size=1, max_size=3),
+    st.lists(st.floats(0, 1), min_size=2, max_size=6),
     st.integers(0, 3),
 )
-def test_the_interval_contains_the_mean_and_is_repeatable(samples, seed):
-    found = estimate(bootstrap(*samples, resamples=100, seed=seed))
+def test_the_interval_contains_the_mean_and_is_repeatable(sample, seed):
+    found = estimate(bootstrap(sample, resamples=100, seed=seed))
     assert found.low <= found.mean <= found.high
-    assert found == estimate(bootstrap(*samples, resamples=100, seed=seed))
+    assert found == estimate(bootstrap(sample, resamples=100, seed=seed))
 
 
 def test_the_interval_shrinks_with_the_root_of_the_number_of_queries():
@@ -58,19 +62,9 @@ def test_the_interval_shrinks_with_the_root_of_the_number_of_queries():
     assert (few.high - few.low) / (many.high - many.low) == pytest.approx(4, rel=0.3)
 
 
-def test_every_set_counts_the_same_in_a_mean_over_sets_whatever_its_size():
-    found = estimate_mean([1.0] * 90, [0.0, 0.5])
-    assert found.mean == pytest.approx((1 + 0.25) / 2)
-    assert (found.low, found.high) == (
-        pytest.approx(0.5),
-        pytest.approx(0.75),
-    )  # only the small set varies
-
-
 def test_one_query_has_a_mean_and_no_interval():
     found = estimate_mean([0.5])
     assert (found.mean, found.low, found.high) == (0.5, None, None)
-    assert estimate_mean([0.5], [0.1, 0.2]).low is None
 
 
 def test_a_paired_interval_is_tighter_than_the_difference_of_two_means():
@@ -85,10 +79,10 @@ def test_a_paired_interval_is_tighter_than_the_difference_of_two_means():
 
 def test_the_difference_of_two_bootstraps_is_that_of_paired_samples():
     rng = np.random.default_rng(1)
-    first = rng.random((2, 20))
-    second = rng.random((2, 20))
-    apart = estimate(bootstrap(*first) - bootstrap(*second))
-    together = estimate_mean(*(first - second))
+    first = rng.random(20)
+    second = rng.random(20)
+    apart = estimate(bootstrap(first) - bootstrap(second))
+    together = estimate_mean(first - second)
     assert vars(apart) == pytest.approx(vars(together))
 
 

@@ -4,10 +4,11 @@ import random
 
 import pytest
 
-from research.comparison import METRICS, Comparison, Measured, compare
+from research.comparison import METRICS, Comparison, Measured, compare, estimate_mean
 from rsrank_rag.evaluation.datasets import LabelledDocument, LabelledQuery
 from rsrank_rag.evaluation.evaluate import summarise
 from rsrank_rag.evaluation.metrics import ScoredQuery
+from rsrank_rag.evaluation.statistics import bootstrap, estimate
 from rsrank_rag.ranking.rule import Rule
 
 
@@ -112,3 +113,13 @@ def test_a_set_of_one_query_has_numbers_without_intervals():
     sets = {"one": [labelled("a", [True, False])]}
     comparison = compare([Measured("x", Rule(0.0), "native", scored)], sets)
     assert comparison.systems[0].metrics["ndcg@5"].low is None
+
+
+def test_every_set_counts_the_same_in_a_mean_over_sets_whatever_its_size():
+    found = estimate_mean([1.0] * 90, [0.0, 0.5] * 5)
+    assert found.mean == pytest.approx((1 + 0.25) / 2)
+    # Only the small set varies.
+    alone = estimate(bootstrap([0.0, 0.5] * 5, seed=1))
+    assert found.low == pytest.approx((1 + alone.low) / 2)
+    assert found.high == pytest.approx((1 + alone.high) / 2)
+    assert estimate_mean([1.0] * 90, [0.1, 0.2]).low is None
