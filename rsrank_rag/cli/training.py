@@ -10,6 +10,7 @@ import click
 from click import echo, option
 
 from ..errors import TrainingError, needs
+from ..training.verdict import MEASURES, RULE_MEASURES, Verdict
 from .arguments import (
     PATH,
     ModelOptions,
@@ -22,7 +23,6 @@ from .arguments import (
 
 if TYPE_CHECKING:
     from ..training.tune import Tuned
-    from ..training.verdict import Verdict
 
 
 dry_run_option = option(
@@ -62,7 +62,6 @@ def train(
     with needs("Training needs {}.", "train", "torch", "transformers"):
         from ..training.recipe import Recipe
         from ..training.run import TrainingRun
-        from ..training.verdict import MEASURES
 
     recipe = Recipe.load(config, settings, data, base)
     run = TrainingRun(recipe, output, progress=on_terminal(), force=force)
@@ -144,19 +143,16 @@ def show_tuned(tuned: Tuned) -> None:
 
 def show_verdict(verdict: Verdict, names: tuple[str, str]) -> None:
     """Print the means of both sides and their differences, with intervals."""
-    from ..training.verdict import MEASURES, RULE_MEASURES
-
     title = (
         f"Measured on queries that were left out: {verdict.queries}. Precision counts those that "
         "keep something, recall and answers lost those with an answer. With 95% intervals, if 10 "
         "or more count and not all agree."
     )
     columns = (verdict.before, verdict.after, verdict.difference)
-    rows = [
-        (words, *[str(column.get(name, "-")) for column in columns])
-        for name, words in (MEASURES | RULE_MEASURES).items()
-        if name in verdict.after
-    ]
+    rows = []
+    for name in verdict.after:
+        words = (MEASURES | RULE_MEASURES)[name]
+        rows.append((words, *[str(column.get(name, "-")) for column in columns]))
     print_table(title, ("", *names, "difference"), rows)
 
 

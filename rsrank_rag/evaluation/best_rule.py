@@ -117,10 +117,10 @@ class _Grid:
         self._scores = np.full((len(queries), width + 1), -np.inf)
         self._relevant = np.zeros(self._scores.shape, dtype=bool)
         for row, query in enumerate(queries):
-            scores = np.array(query.scores, dtype=float)
-            scores[scores == BLANK_SCORE] = -np.inf
-            self._scores[row, : len(scores)] = scores
-            self._relevant[row, : len(scores)] = query.relevant
+            count = len(query.scores)
+            self._scores[row, :count] = query.scores
+            self._relevant[row, :count] = query.relevant
+        self._scores[self._scores == BLANK_SCORE] = -np.inf
         self._relevant_count = self._relevant.sum(1)
         self._is_answerable = self._relevant_count > 0
         if weights is None:
@@ -180,5 +180,6 @@ class _Grid:
     def _ascending(self, values: Array) -> list[float]:
         """Distinct values, rounded down to the decimals of the grid. Zero has no sign."""
         scale = 10.0**self._decimals
-        down = np.floor(values * scale) / scale
-        return sorted({round(value, self._decimals) + 0.0 for value in down.tolist()})
+        down = (np.floor(values * scale) / scale).round(self._decimals)
+        distinct: list[float] = np.unique(down + 0.0).tolist()
+        return distinct

@@ -121,12 +121,12 @@ def fit(
         random.Random(f"{options.seed}-{number}").shuffle(order)
         losses = []
         for batch in batches(order, options.batch_queries, device):
-            total, parts = objective(weight, batch, options)
+            parts = objective(weight, batch, options)
             optimizer.zero_grad()
-            total.backward()  # type: ignore[no-untyped-call]
+            parts[0].backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             schedule.step()
-            losses.append(torch.cat([total[None], parts]).detach())
+            losses.append(parts.detach())
         means = torch.stack(losses).mean(0)
         if not means.isfinite().all():
             raise TrainingError(
@@ -148,26 +148,19 @@ def fit(
     return Fitted(Projection(best_weight, layers), best, tuple(history))
 
 
-def objective(weight: Tensor, batch: Batch, options: FitOptions) -> tuple[Tensor, Tensor]:
-    """The paper's objective (Section 4.3.2) of B, (L, H, P, D), and its five terms, (5,)."""
+def objective(weight: Tensor, batch: Batch, options: FitOptions) -> Tensor:
+    """The paper's objective (Section 4.3.2) of B, (L, H, P, D), then its five terms, (6,)."""
     scores, oracles = batch_scores({"weight": weight}, batch)
-    alignment = scores.new_zeros(())
-    if len(oracles):
-        alignment = alignment_loss(oracles)
-    terms = torch.stack(
-        [
-            calibration_loss(scores, batch.relevant, batch.irrelevant, options.irrelevant_weight),
-            margin_loss(
-                scores,
-                batch.relevant,
-                batch.irrelevant,
-                options.margin,
-                options.irrelevant_weight,
-            ),
-            orthogonality_loss(weight),
-            alignment,
-            frobenius_loss(weight),
-        ]
-    )
-    weights = [getattr(options, f"{name}_weight") for name in TERMS]
-    return (terms * terms.new_tensor(weights)).sum(), terms
+    labels = (batch.relevant, batch.irrelevant)
+    emphasis = options.irrelevant_weight
+    terms = [
+        calibration_loss(scores, *labels, emphasis),
+        margin_loss(scores, *labels, options.margin, emphasis),
+        orthogonality_loss(weight),
+        alignment_loss(oracles),
+        frobenius_loss(weight),
+    ]
+    total = scores.new_zeros(())
+    for name, term in zip(TERMS, terms, strict=True):
+        total = total + getattr(options, f"{name}_weight") * term
+    return torch.stack([total, *terms])

@@ -68,10 +68,12 @@ def orthogonality_loss(weight: Tensor) -> Tensor:
 def alignment_loss(oracle_cosines: Tensor) -> Tensor:
     """One minus the mean cosine of the projected oracle shift and the ones vector (L_align).
 
+    Without an oracle shift it is 0.
+
     >>> alignment_loss(torch.tensor([1.0, 0.0]))
     tensor(0.5000)
     """
-    return 1 - oracle_cosines.mean()
+    return (1 - oracle_cosines).sum() / max(oracle_cosines.numel(), 1)
 
 
 def frobenius_loss(weight: Tensor) -> Tensor:
