@@ -44,10 +44,10 @@ def _number(text: str) -> float | str | None:
 
 def _fallback(text: str) -> Fallback | float | str | None:
     """The fallback: two numbers with a comma between them, "native", or None for "none"."""
-    if text in ("native", "none"):
+    max_gap, comma, max_depth = text.partition(",")
+    if not comma:
         return _number(text)
-    max_gap, max_depth = map(float, text.split(","))
-    return Fallback(max_gap, max_depth)
+    return Fallback(float(max_gap), float(max_depth))
 
 
 class RuleOptions(BaseModel, use_attribute_docstrings=True):
