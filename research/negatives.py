@@ -7,6 +7,7 @@ the same: labels of large corpora are never complete.
 
 import random
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Literal, get_args
 
 import numpy as np
@@ -14,9 +15,9 @@ from pydantic import BaseModel, Field
 from typing_extensions import Self
 
 from rsrank_rag.backends.options import LoadOptions
-from rsrank_rag.errors import InputError
+from rsrank_rag.errors import InputError, required
 from rsrank_rag.evaluation.datasets import LabelledDocument, LabelledQuery
-from rsrank_rag.evaluation.systems.bm25 import BM25
+from rsrank_rag.evaluation.statistics import Array
 from rsrank_rag.evaluation.systems.sentence_transformers import BiEncoder
 
 Kind = Literal["random", "bm25", "dense"]
@@ -109,8 +110,23 @@ def choose(
 
 def _bm25(queries: Sequence[str], corpus: Sequence[str], depth: int) -> Iterator[list[int]]:
     """Places of each query's best documents, all of which share a word with it."""
-    for scores in map(np.asarray, BM25().scores(queries, corpus)):
+    for scores in bm25_scores(queries, corpus):
         yield [int(row) for row in np.argsort(-scores, kind="stable")[:depth] if scores[row] > 0]
+
+
+def bm25_scores(queries: Sequence[str], corpus: Sequence[str]) -> Iterator[Array]:
+    """Scores of all documents for each query as `BM25` gives them, from one index."""
+    bm25s = required("bm25s", "BM25 needs bm25s.", "eval")
+    tokenize = partial(bm25s.tokenize, stopwords="en", return_ids=False, show_progress=False)
+    words_of_corpus = tokenize(list(corpus))
+    index = bm25s.BM25()
+    if any(words_of_corpus):
+        index.index(words_of_corpus, show_progress=False)
+    for words in tokenize(list(queries)):
+        if words and any(words_of_corpus):
+            yield index.get_scores(words)
+        else:
+            yield np.zeros(len(corpus))
 
 
 def _dense(

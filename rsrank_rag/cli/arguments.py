@@ -150,10 +150,9 @@ def print_table(title: str, heading: Sequence[str], rows: Iterable[Sequence[str]
     lines = [heading, *rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     echo(f"\n{title}")
-    for line in lines:
-        cells = [cell.rjust(width) for cell, width in zip(line, widths, strict=True)]
-        cells[0] = line[0].ljust(widths[0])
-        echo("  ".join(cells))
+    for words, *numbers in lines:
+        cells = map(str.rjust, numbers, widths[1:])
+        echo("  ".join([words.ljust(widths[0]), *cells]))
 
 
 def _exit(code: int, message: str) -> None:

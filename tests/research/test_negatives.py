@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from research.negatives import Negatives, choose, replace_negatives
+from research.negatives import Negatives, bm25_scores, choose, replace_negatives
 from rsrank_rag.backends.options import LoadOptions
 from rsrank_rag.errors import InputError
 from rsrank_rag.evaluation.datasets import LabelledDocument, LabelledQuery
@@ -113,7 +113,7 @@ def test_dense_negatives_are_those_of_scoring_every_document(encoder):
 
 def test_one_index_scores_queries_as_one_index_a_query_does():
     system = BM25()
-    together = list(system.scores(["lamp oil", "the", "bee"], TEXTS))
+    together = list(bm25_scores(["lamp oil", "the", "bee"], TEXTS))
     assert [list(map(float, row)) for row in together] == [
         system.score(q, TEXTS) for q in ("lamp oil", "the", "bee")
     ]

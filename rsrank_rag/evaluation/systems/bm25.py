@@ -1,7 +1,6 @@
 """BM25 behind the same contract."""
 
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 from ...errors import required
@@ -21,19 +20,15 @@ class BM25(Reranker):
 
     def score(self, query: str, documents: Sequence[str]) -> list[float]:
         """BM25 scores; 0 where no word is shared."""
-        return [float(score) for score in next(self.scores([query], documents))]
-
-    def scores(self, queries: Sequence[str], documents: Sequence[str]) -> Iterator[Any]:
-        """Scores of all documents for each query, from one index: a list or a NumPy array each."""
-        tokenize = partial(
-            self._bm25s.tokenize, stopwords="en", return_ids=False, show_progress=False
-        )
-        corpus = tokenize(list(documents))
+        (words,) = self._words([query])
+        corpus = self._words(documents)
+        if not words or not any(corpus):
+            return [0.0] * len(documents)
         index = self._bm25s.BM25()
-        if any(corpus):
-            index.index(corpus, show_progress=False)
-        for words in tokenize(list(queries)):
-            if words and any(corpus):
-                yield index.get_scores(words)
-            else:
-                yield [0.0] * len(documents)
+        index.index(corpus, show_progress=False)
+        return [float(score) for score in index.get_scores(words)]
+
+    def _words(self, texts: Sequence[str]) -> Any:
+        return self._bm25s.tokenize(
+            list(texts), stopwords="en", return_ids=False, show_progress=False
+        )
