@@ -63,6 +63,9 @@ def train(
         from ..training.recipe import Recipe
         from ..training.run import TrainingRun
 
+    if dry_run:
+        # A question about a download must not begin it.
+        settings = [*settings, "model.local_files_only=true"]
     recipe = Recipe.load(config, settings, data, base)
     run = TrainingRun(recipe, output, progress=on_terminal(), force=force)
     if dry_run:
