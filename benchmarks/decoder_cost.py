@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from research import markdown
 from rsrank_rag import RSRank
 from rsrank_rag.backends.options import ModelSource
 from rsrank_rag.backends.torch.backbone import Backbone
@@ -99,21 +100,24 @@ def padding(ranker: RSRank, documents: Sequence[str]) -> float:
 
 def _linear_numbers(model: nn.Module) -> int:
     """Numbers in linear maps, which run for each token."""
-    maps = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    return sum(module.weight.numel() for module in maps)
+    total = 0
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            total += module.weight.numel()
+    return total
 
 
 def table(recorded: dict[str, Any]) -> str:
     """The figures as Markdown."""
-    lines = ["| model | threads | documents | seconds | times the floor |"]
-    lines.append("|---|--:|---|--:|--:|")
+    rows = []
     for model, by_threads in recorded["models"].items():
         for threads, result in by_threads.items():
             for name, row in result["rows"].items():
                 cells = [f"`{model}`", threads, NAMES[name], f"{row['seconds']:.2f}"]
                 cells.append(f"{row['seconds'] / row['floor']:.1f}")
-                lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+                rows.append(cells)
+    head = ["model", "threads", "documents", "seconds", "times the floor"]
+    return markdown.table(head, rows, texts=3)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

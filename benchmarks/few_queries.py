@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from typing import Any
 
 import torch
 
+from research import markdown
 from research.features import ResearchRun
 from research.recipe import ResearchRecipe
 from rsrank_rag.artifact import hub
@@ -104,14 +106,14 @@ def rows_of(path: Path, about: dict[str, Any]) -> list[dict[str, Any]]:
 
 def table(rows: Sequence[dict[str, Any]], name: str, metrics: Sequence[str]) -> str:
     """Base, and the difference with its interval, in points of 100."""
-    heading = " | ".join(f"{metric} base | difference" for metric in metrics)
-    lines = [
-        f"| set | queries | measured on | {heading} | |",
-        "|---|--:|--:|" + "--:|--:|" * len(metrics) + "---|",
-    ]
+    head = ["set", "queries", "measured on"]
+    for metric in metrics:
+        head += [f"{metric} base", "difference"]
+    head.append("")
+    lines = []
     for row in rows:
         verdict = Verdict.model_validate(row[name])
-        cells = []
+        cells = [row["set"], row["queries"], verdict.queries]
         for metric in metrics:
             change = verdict.difference[metric]
             low = 100 * (change.low or 0.0)
@@ -120,47 +122,27 @@ def table(rows: Sequence[dict[str, Any]], name: str, metrics: Sequence[str]) -> 
                 f"{100 * verdict.before[metric].mean:.1f}",
                 f"{100 * change.mean:+.1f} ({low:+.1f} to {high:+.1f})",
             ]
-        start = f"| {row['set']} | {row['queries']} | {verdict.queries}"
-        lines.append(f"{start} | {' | '.join(cells)} | {verdict.outcome} |")
-    return "\n".join(lines)
+        lines.append([*cells, verdict.outcome])
+    return markdown.table(head, lines)
 
 
 def outcomes(rows: Sequence[dict[str, Any]]) -> str:
     """Number of draws with each outcome on the other queries, over all seeds, in Markdown."""
-    lines = [
-        "| queries | draws | fine-tuned weights written | better | worse | base kept | rightly |",
-        "|--:|--:|--:|--:|--:|--:|--:|",
-    ]
-    for size in sorted({row["queries"] for row in rows}):
-        written = []
-        unwritten = []
-        for row in rows:
-            if row["queries"] != size:
-                continue
-            if _is_written(row):
-                written.append(row)
-            else:
-                unwritten.append(row)
-        cells = [
-            size,
-            len(written) + len(unwritten),
-            len(written),
-            _count(written, "trained", "better"),
-            _count(written, "trained", "worse"),
-            len(unwritten),
-            len(unwritten) - _count(unwritten, "trained", "better"),
-        ]
-        lines.append(f"| {' | '.join(map(str, cells))} |")
-    return "\n".join(lines)
-
-
-def _is_written(row: dict[str, Any]) -> bool:
-    """Whether `rsrank train` would have written the fine-tuned weights."""
-    return Verdict.model_validate(row["said"]).problem is None
-
-
-def _count(rows: Sequence[dict[str, Any]], name: str, outcome: str) -> int:
-    return sum(Verdict.model_validate(row[name]).outcome == outcome for row in rows)
+    # By number of queries: outcomes where `rsrank train` writes the fine-tuned weights, or not.
+    written: dict[int, Counter[str]] = defaultdict(Counter)
+    unwritten: dict[int, Counter[str]] = defaultdict(Counter)
+    for row in rows:
+        is_written = Verdict.model_validate(row["said"]).problem is None
+        counts = written if is_written else unwritten
+        counts[row["queries"]][Verdict.model_validate(row["trained"]).outcome] += 1
+    lines = []
+    for size in sorted(written.keys() | unwritten.keys()):
+        count = sum(written[size].values())
+        rest = sum(unwritten[size].values())
+        cells = [size, count + rest, count, written[size]["better"], written[size]["worse"]]
+        lines.append([*cells, rest, rest - unwritten[size]["better"]])
+    head = ["queries", "draws", "fine-tuned weights written", "better", "worse"]
+    return markdown.table([*head, "base kept", "rightly"], lines, texts=0)
 
 
 def overview(figures: dict[str, Any]) -> str:

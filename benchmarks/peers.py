@@ -31,6 +31,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from research import markdown
+
 ROOT = Path(__file__).parents[1]
 PROCESSORS = {"as it is": None, "AVX-512 with VNNI": "avx512vnni", "AVX2": "avx2"}
 """The instructions that `processor.c` leaves to a processor; None for all."""
@@ -232,17 +234,17 @@ def table(results: Sequence[dict[str, Any]]) -> str:
     head = "`mini` runs on ONNX Runtime, in int8 where no dtype is named.\n\n"
     for machine, labels in machines.items():
         head += f"- {', '.join(sorted(labels))}: {machine}\n"
-    lines = ["| of ONNX int8's time | " + " | ".join(heads) + " |", "|---|" + "--:|" * len(results)]
+    rows = []
     for system in systems:
-        cells = []
+        cells = [system]
         for column in columns:
             cells.append(f"{column[system]['of_onnx_int8']:.2f}" if system in column else "")
-        lines.append(f"| {system} | " + " | ".join(cells) + " |")
-    times = [f"{column[BASE]['milliseconds']:.0f}" for column in columns]
-    floors = [f"{result['floor_milliseconds']:.0f}" for result in results]
-    lines.append("| ONNX Runtime, 6 layers, int8, in ms | " + " | ".join(times) + " |")
-    lines.append("| floor of mini, 0% cached, in ms | " + " | ".join(floors) + " |")
-    return head + "\n" + "\n".join(lines)
+        rows.append(cells)
+    times = ["ONNX Runtime, 6 layers, int8, in ms"]
+    times += [f"{column[BASE]['milliseconds']:.0f}" for column in columns]
+    floors = ["floor of mini, 0% cached, in ms"]
+    floors += [f"{result['floor_milliseconds']:.0f}" for result in results]
+    return head + "\n" + markdown.table(["of ONNX int8's time", *heads], [*rows, times, floors])
 
 
 def environment(processor: str, threads: int, folder: Path) -> dict[str, str]:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
-import math
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +25,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from research import markdown
+from research.markdown import points
 from rsrank_rag import RankResult, RSRank
 from rsrank_rag.reading.parts import Span, sentences
 
@@ -128,6 +131,17 @@ def sentences_of(paragraph: Paragraph) -> dict[str, Span]:
     return spans
 
 
+def split(text: str) -> list[str]:
+    """The sentences of a text."""
+    return [text[start:stop] for start, stop in sentences(text)]
+
+
+def embedded(model: Any, texts: list[str]) -> list[list[float]]:
+    """Embeddings of texts as lists of Python's floats."""
+    embeddings: list[list[float]] = model.encode(texts).astype(float).tolist()
+    return embeddings
+
+
 def by_llama_index(model: Any) -> Filter:
     """LlamaIndex's SentenceEmbeddingOptimizer, which keeps half of each node's sentences."""
     from llama_index.core.embeddings import BaseEmbedding
@@ -136,7 +150,7 @@ def by_llama_index(model: Any) -> Filter:
 
     class Embedding(BaseEmbedding):
         def _get_query_embedding(self, query: str) -> list[float]:
-            return list(map(float, model.encode(query)))
+            return embedded(model, [query])[0]
 
         async def _aget_query_embedding(self, query: str) -> list[float]:
             return self._get_query_embedding(query)
@@ -145,12 +159,12 @@ def by_llama_index(model: Any) -> Filter:
             return self._get_query_embedding(text)
 
         def _get_text_embeddings(self, texts: list[str]) -> list[list[float]]:
-            return [list(map(float, embedding)) for embedding in model.encode(texts)]
+            return embedded(model, texts)
 
     optimizer = SentenceEmbeddingOptimizer(
         embed_model=Embedding(),
         percentile_cutoff=0.5,
-        tokenizer_fn=lambda text: [text[start:stop] for start, stop in sentences(text)],
+        tokenizer_fn=split,
         context_before=0,
         context_after=0,
     )
@@ -158,14 +172,13 @@ def by_llama_index(model: Any) -> Filter:
     def keep(query: str, paragraphs: list[Paragraph]) -> Spans:
         spans = []
         for paragraph in paragraphs:
+            text = paragraph.body
             candidates = sentences_of(paragraph)
             # The optimizer raises an error where half is none.
             if len(candidates) > 1:
-                node = NodeWithScore(node=TextNode(text=paragraph.body))
+                node = NodeWithScore(node=TextNode(text=text))
                 text = optimizer.postprocess_nodes([node], query_str=query)[0].node.get_content()
-                spans.append([span for sentence, span in candidates.items() if sentence in text])
-            else:
-                spans.append(list(candidates.values()))
+            spans.append([span for sentence, span in candidates.items() if sentence in text])
         return spans
 
     return keep
@@ -179,10 +192,10 @@ def by_langchain(model: Any, cutoff: float) -> Filter:
 
     class MiniLM(Embeddings):
         def embed_documents(self, texts: list[str]) -> list[list[float]]:
-            return [list(map(float, embedding)) for embedding in model.encode(texts)]
+            return embedded(model, texts)
 
         def embed_query(self, text: str) -> list[float]:
-            return self.embed_documents([text])[0]
+            return embedded(model, [text])[0]
 
     embeddings_filter = EmbeddingsFilter(embeddings=MiniLM(), k=None, similarity_threshold=cutoff)
 
@@ -216,16 +229,18 @@ def measure_sentences(ranker: RSRank, files: list[Path], queries: int) -> list[d
         systems[f"LangChain EmbeddingsFilter, {cutoff}"] = by_langchain(model, cutoff)
     records = []
     for file in files:
-        rows = []
-        for row in read(file):
-            if any(document["relevant"] for document in row["documents"]):
-                rows.append(row)
+        rows = list(filter(has_evidence, read(file)))
         for name, keep in systems.items():
             figures = measure_filter(ranker, keep, rows[:queries])
             record = {"set": file.name.split(".")[0], "system": name, **figures}
             records.append(record)
             print(json.dumps(record), flush=True)
     return records
+
+
+def has_evidence(row: dict[str, Any]) -> bool:
+    """Whether a document of the query is relevant."""
+    return any(document["relevant"] for document in row["documents"])
 
 
 def measure_filter(
@@ -298,7 +313,8 @@ def measure_long(ranker: RSRank, file: Path, count: int) -> list[dict[str, Any]]
     """A row a way of reading, over so many questions."""
     articles, questions = read_articles(file)
     rng = random.Random(0)
-    questions = rng.sample(sorted(pair for pair in questions if pair[1] in articles), count)
+    of_articles = [pair for pair in questions if pair[1] in articles]
+    questions = rng.sample(sorted(of_articles), count)
     candidates = []
     for _, title in questions:
         others = rng.sample(sorted(articles.keys() - {title}), CANDIDATES - 1)
@@ -311,7 +327,8 @@ def measure_long(ranker: RSRank, file: Path, count: int) -> list[dict[str, Any]]
             texts = [articles[title] for title in titles]
             results.append(ranker.rank(query, texts, threshold=None, long_documents=reading))
         seconds = time.perf_counter() - started
-        ranks = [rank_of_first(result) for result in results]
+        ranks = np.array(list(map(rank_of_first, results)))
+        gains = np.where(ranks <= 5, 1 / np.log2(1 + ranks), 0.0)
         windows = 0
         for result in results:
             for document in result.kept:
@@ -320,8 +337,8 @@ def measure_long(ranker: RSRank, file: Path, count: int) -> list[dict[str, Any]]
             "long_documents": reading,
             "articles": len(set(chain(*candidates))),
             "questions": count,
-            "reciprocal_rank": sum(1 / rank for rank in ranks) / count,
-            "ndcg@5": sum(1 / math.log2(1 + rank) for rank in ranks if rank <= 5) / count,
+            "reciprocal_rank": float(np.mean(1 / ranks)),
+            "ndcg@5": float(np.mean(gains)),
             "f1@tau": sum(map(f1, results)) / count,
             "windows": windows / len(results),
             # Articles that come back are not read again.
@@ -345,30 +362,24 @@ def f1(result: RankResult) -> float:
 
 def table(figures: dict[str, Any]) -> str:
     """What systems keep, a row a set and system, in Markdown."""
-    lines = [
-        "| set | system | evidence kept | tokens a query | evidence per 100 tokens | ms a query |",
-        "|---|---|--:|--:|--:|--:|",
-    ]
+    rows = []
     for row in figures["sentences"]:
-        lines.append(
-            f"| {row['set']} | {row['system']} | {row['evidence']:.1%} | {row['tokens']:.0f} "
-            f"| {row['evidence_per_100_tokens']:.1%} | {row['milliseconds']:.0f} |"
-        )
-    return "\n".join(lines)
+        cells = [row["set"], row["system"], f"{row['evidence']:.1%}", f"{row['tokens']:.0f}"]
+        cells += [f"{row['evidence_per_100_tokens']:.1%}", f"{row['milliseconds']:.0f}"]
+        rows.append(cells)
+    head = ["set", "system", "evidence kept", "tokens a query", "evidence per 100 tokens"]
+    return markdown.table([*head, "ms a query"], rows, texts=2)
 
 
 def long_table(figures: dict[str, Any]) -> str:
     """Articles by their beginnings and by their best windows, in Markdown."""
-    lines = [
-        "| `long_documents` | parts read a question | nDCG@5 | F1 at zero | ms a question |",
-        "|---|--:|--:|--:|--:|",
-    ]
+    rows = []
     for row in figures["long_documents"]:
-        lines.append(
-            f"| {row['long_documents']} | {row['windows']:.0f} | {100 * row['ndcg@5']:.1f} | "
-            f"{100 * row['f1@tau']:.1f} | {row['milliseconds']:.0f} |"
-        )
-    return "\n".join(lines)
+        cells = [row["long_documents"], f"{row['windows']:.0f}"]
+        cells += [points(row["ndcg@5"]), points(row["f1@tau"]), f"{row['milliseconds']:.0f}"]
+        rows.append(cells)
+    head = ["`long_documents`", "parts read a question", "nDCG@5", "F1 at zero", "ms a question"]
+    return markdown.table(head, rows)
 
 
 def main() -> None:

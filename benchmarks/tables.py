@@ -2,25 +2,23 @@
 
     python -m benchmarks.tables      # after a benchmark has written its file
 
-Each table stands between ``<!-- figures: NAME -->`` and ``<!-- end of figures -->`` of its page and
-is replaced whole.
+Each table is replaced whole.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from research import answers, rules
+from research import answers, markdown, rules
 from research.decoders import tables as decoders
 
 from . import decoder_cost, few_queries, peers, sentences
 
 ROOT = Path(__file__).parents[1]
-BLOCK = re.compile(r"(<!-- figures: ([^>]+?) -->\n).*?(<!-- end of figures -->)", re.S)
+BLOCK = markdown.BLOCK
 
 
 class Table(NamedTuple):
@@ -70,16 +68,12 @@ TABLES = {
 
 def rewritten(page: str, root: Path = ROOT) -> str:
     """A page's text with new tables; a table without a file of figures stays as it is."""
-
-    def replacement(match: re.Match[str]) -> str:
-        table = TABLES.get(match[2])
-        # Other scripts write the page's other tables.
-        if table is None or table.page != page or not (root / table.figures).exists():
-            return match[0]
-        figures = json.loads((root / table.figures).read_text(encoding="utf-8"))
-        return f"{match[1]}{table.render(figures)}\n{match[3]}"
-
-    return BLOCK.sub(replacement, (root / page).read_text(encoding="utf-8"))
+    rendered = {}
+    for name, table in TABLES.items():
+        file = root / table.figures
+        if table.page == page and file.exists():
+            rendered[name] = table.render(json.loads(file.read_text(encoding="utf-8")))
+    return markdown.rewritten((root / page).read_text(encoding="utf-8"), rendered)
 
 
 def main(root: Path = ROOT) -> None:

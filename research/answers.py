@@ -11,6 +11,7 @@ import string
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,9 @@ from rsrank_rag.evaluation.statistics import Estimate, Record
 from rsrank_rag.partial_files import write_text
 from rsrank_rag.reranker import Reranker
 
+from . import markdown
 from .comparison import estimate_mean
+from .markdown import points
 
 SUFFIX = ".paragraph"
 
@@ -93,8 +96,10 @@ class AnsweringModel:
     @torch.inference_mode()
     def answer(self, question: str, passages: Sequence[str]) -> tuple[str, int]:
         """The first line of the answer, and the number of tokens of the prompt."""
-        blocks = [f"Passage {number}: {text}\n\n" for number, text in enumerate(passages, start=1)]
-        content = PROMPT.format(passages="".join(blocks), question=question)
+        blocks = ""
+        for number, text in enumerate(passages, start=1):
+            blocks += f"Passage {number}: {text}\n\n"
+        content = PROMPT.format(passages=blocks, question=question)
         inputs = self.tokenizer.apply_chat_template(
             [{"role": "user", "content": content}],
             add_generation_prompt=True,
@@ -221,7 +226,7 @@ def normalised(text: str) -> list[str]:
 
 def exact_match(answer: str, gold: Iterable[str]) -> float:
     """1 if the answer is one of the gold answers, normalised; else 0."""
-    return float(any(normalised(answer) == normalised(one) for one in gold))
+    return float(normalised(answer) in map(normalised, gold))
 
 
 def token_f1(answer: str, gold: Iterable[str]) -> float:
@@ -277,9 +282,10 @@ class AnswerFigures(Record):
 def figures_of(model: str, answers: Sequence[Answer], gold: Sequence[GoldAnswers]) -> AnswerFigures:
     """Figures of all conditions, over the questions that every condition has answered."""
     known = {(one.set, one.id): one.answers for one in gold}
-    conditions = list(dict.fromkeys(answer.condition for answer in answers))
+    conditions: dict[str, None] = {}
     questions: dict[tuple[str, str], dict[str, Answer]] = {}
     for answer in answers:
+        conditions[answer.condition] = None
         questions.setdefault((answer.set, answer.id), {})[answer.condition] = answer
     complete = {}
     counts: dict[str, int] = {}
@@ -289,7 +295,7 @@ def figures_of(model: str, answers: Sequence[Answer], gold: Sequence[GoldAnswers
             counts[key[0]] = counts.get(key[0], 0) + 1
     figures = {}
     for condition in conditions:
-        rows: dict[str, list[list[float]]] = {name: [] for name in counts}
+        rows: dict[str, list[list[float]]] = {}
         for key, by_condition in complete.items():
             answer = by_condition[condition]
             golds = known[key]
@@ -303,14 +309,14 @@ def figures_of(model: str, answers: Sequence[Answer], gold: Sequence[GoldAnswers
                 answer.ranking_seconds,
                 answer.reading_seconds,
             ]
-            rows[key[0]].append(row)
+            rows.setdefault(key[0], []).append(row)
         # Each set's columns: exact match, token F1, and so on.
         columns = {}
         sets = {}
         for name, values in rows.items():
             columns[name] = list(zip(*values, strict=True))
             sets[name] = (estimate_mean(columns[name][0]), estimate_mean(columns[name][1]))
-        means = [estimate_mean(*column) for column in zip(*columns.values(), strict=True)]
+        means = list(starmap(estimate_mean, zip(*columns.values(), strict=True)))
         figures[condition] = ConditionFigures(
             exact=means[0],
             f1=means[1],
@@ -327,7 +333,10 @@ def figures_of(model: str, answers: Sequence[Answer], gold: Sequence[GoldAnswers
 
 def median_of(columns: dict[str, list[tuple[float, ...]]], place: int) -> float:
     """The median over the questions of all sets; a run that was stopped for a while counts once."""
-    return statistics.median(value for column in columns.values() for value in column[place])
+    seconds: list[float] = []
+    for of_set in columns.values():
+        seconds += of_set[place]
+    return statistics.median(seconds)
 
 
 def table_of(figures: Any) -> str:
@@ -338,22 +347,19 @@ def table_of(figures: Any) -> str:
 def table(figures: AnswerFigures) -> str:
     """The figures as Markdown."""
     names = list(figures.questions)
-    head = ["passages", "exact match", "token F1", *(f"F1 {name}" for name in names)]
+    head = ["passages", "exact match", "token F1"]
+    head += [f"F1 {name}" for name in names]
     head.append("F1, first gold answer")
     head += ["passages a question", "tokens", "median seconds: selection, answer"]
-    lines = [f"| {' | '.join(head)} |", "|---" + "|--:" * (len(head) - 1) + "|"]
+    rows = []
     for condition, row in figures.conditions.items():
-        cells = [condition, row.exact.shown(_points), row.f1.shown(_points)]
-        cells += [_points(row.sets[name][1].mean) for name in names]
-        cells.append(_points(row.first_f1.mean))
+        cells = [condition, row.exact.shown(points), row.f1.shown(points)]
+        cells += [points(row.sets[name][1].mean) for name in names]
+        cells.append(points(row.first_f1.mean))
         cells += [f"{row.passages:.1f}", f"{row.tokens:.0f}"]
         cells.append(f"{row.ranking_seconds:.1f}, {row.reading_seconds:.1f}")
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def _points(share: float) -> str:
-    return f"{100 * share:.1f}"
+        rows.append(cells)
+    return markdown.table(head, rows)
 
 
 @command(resumes=True)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, starmap
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -93,6 +93,13 @@ class Comparison(Record):
     systems: tuple[SystemResult, ...]
     differences: tuple[Difference, ...]
 
+    def scored(self, name: str, result: SetResult) -> list[ScoredQuery]:
+        """One system's scores of a set, by the set's name, with the set's labels."""
+        queries = []
+        for query, labels in zip(result.queries, self.labels[name], strict=True):
+            queries.append(ScoredQuery(query.scores, labels.relevant))
+        return queries
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -121,10 +128,10 @@ def compare(systems: Sequence[Measured], sets: LabelledSets) -> Comparison:
     Raises:
         MissingDependencyError: ir-measures is not installed.
     """
-    results = [_system(system) for system in systems]
+    results = tuple(map(_system, systems))
     labels = {name: tuple(map(_labels, queries)) for name, queries in sets.items()}
-    differences = [_difference(first, second) for first, second in combinations(results, 2)]
-    return Comparison(labels=labels, systems=tuple(results), differences=tuple(differences))
+    differences = tuple(starmap(_difference, combinations(results, 2)))
+    return Comparison(labels=labels, systems=results, differences=differences)
 
 
 def estimate_mean(*samples: ArrayLike) -> Estimate:

@@ -29,8 +29,9 @@ from rsrank_rag.evaluation.systems.sentence_transformers import BiEncoder
 from rsrank_rag.ranking.rule import Fallback, Rule
 from rsrank_rag.training.tune import find_rule, goal_for
 
-from . import score_files
+from . import markdown, score_files
 from .hub_datasets import load_sets
+from .markdown import points
 from .reproduction.config import files_in
 from .score_files import Scored, score_all
 from .selection import LEFT_OUT, TYPED, validation
@@ -50,11 +51,13 @@ Figures = dict[str, Any]
 
 def candidates() -> list[Rule]:
     """The default rule, rules with one part changed, and plain rules."""
-    rules = [Rule(0.0), Rule(-1.0), Rule(-2.0), Rule(top_n=1), Rule(top_n=3), Rule(top_n=5)]
-    rules.append(Rule(-1.5, max_gap=1.5))
-    rules += [Rule(0.0, gap, DEFAULT.fallback) for gap in GAPS]
-    rules += [Rule(0.0, DEFAULT.max_gap, Fallback(*fallback)) for fallback in FALLBACKS]
-    return [DEFAULT, *rules, Rule(0.0, DEFAULT.max_gap)]
+    rules = [DEFAULT, Rule(0.0), Rule(-1.0), Rule(-2.0)]
+    rules += [Rule(top_n=1), Rule(top_n=3), Rule(top_n=5), Rule(-1.5, max_gap=1.5)]
+    for gap in GAPS:
+        rules.append(Rule(0.0, gap, DEFAULT.fallback))
+    for fallback in FALLBACKS:
+        rules.append(Rule(0.0, DEFAULT.max_gap, Fallback(*fallback)))
+    return [*rules, Rule(0.0, DEFAULT.max_gap)]
 
 
 def figures_of(queries: Sequence[ScoredQuery], rule: Rule) -> Figures:
@@ -62,7 +65,7 @@ def figures_of(queries: Sequence[ScoredQuery], rule: Rule) -> Figures:
     result = apply_rule(queries, rule)
     answerable = sum(any(query.relevant) for query in queries)
     unanswerable = len(queries) - answerable
-    figures = {
+    figures: Figures = {
         "lost": result.lost / answerable,
         "kept": result.kept,
         "recall": result.recall,
@@ -71,7 +74,10 @@ def figures_of(queries: Sequence[ScoredQuery], rule: Rule) -> Figures:
     }
     if unanswerable:
         figures["called_relevant"] = result.called_relevant / unanswerable
-    return {key: None if value is None else round(value, 4) for key, value in figures.items()}
+    for key, value in figures.items():
+        if value is not None:
+            figures[key] = round(value, 4)
+    return figures
 
 
 def by_kind(scored: Mapping[str, Any]) -> dict[str, list[Any]]:
@@ -89,9 +95,16 @@ def groups_of(scored: Scored, measure: Callable[[Sequence[ScoredQuery]], Figures
     for group, rows in by_kind(sets).items():
         figures[group] = {}
         for key in rows[0]:
-            values = [row[key] for row in rows if row[key] is not None]
-            figures[group][key] = float(np.mean(values)) if values else None
+            figures[group][key] = mean_of(rows, key)
     return figures
+
+
+def mean_of(rows: Sequence[Figures], key: str) -> float | None:
+    """The mean of one figure over the rows that have it; None if no row has it."""
+    values = [row[key] for row in rows if row[key] is not None]
+    if not values:
+        return None
+    return float(np.mean(values))
 
 
 def compared(scored: Scored, rules: Sequence[Rule]) -> dict[str, Figures]:
@@ -124,11 +137,12 @@ class Calibration:
         labels = []
         weights = []
         for queries in sets.values():
-            count = sum(len(query.scores) for query in queries)
+            of_set = list(map(features, queries))
+            count = sum(map(len, of_set))
+            rows += of_set
+            weights.append(np.full(count, 1 / count))
             for query in queries:
-                rows.append(features(query))
                 labels.append(query.relevant)
-                weights.append(np.full(len(query.scores), 1 / count))
         # Imported here, because the documentation's tables need no calibration.
         from sklearn.linear_model import LogisticRegression
 
@@ -155,11 +169,12 @@ def with_threshold(scored: Scored, goal: Goal) -> Rule:
             scores += query.scores
     levels = np.quantile(scores, np.arange(1, 0, -0.01))
     for threshold in levels.tolist():
-        rows = [figures_of(queries, Rule(threshold)) for queries in scored.values()]
+        rule = Rule(threshold)
+        rows = [figures_of(queries, rule) for queries in scored.values()]
         lost = np.mean([row["lost"] for row in rows])
         recall = np.mean([row["recall"] for row in rows])
         if lost <= goal.lost and recall >= goal.recall:
-            return Rule(threshold)
+            return rule
     return Rule(levels.min())
 
 
@@ -168,25 +183,28 @@ def tuned(scored: Scored) -> dict[str, Figures]:
     by_size = {}
     for size in SIZES:
         rows = []
+        written = 0
         for name, queries in scored.items():
             if len(queries) < 1.5 * size:
                 continue
             for seed in range(SEEDS):
-                order = random.Random(f"tune-{seed}").sample(range(len(queries)), len(queries))
-                own = [queries[number] for number in order[:size]]
-                others = [queries[number] for number in order[size:]]
-                goal = goal_for(own, DEFAULT, None, None)
-                result = find_rule(own, goal, DEFAULT)
-                before = figures_of(others, DEFAULT)
-                after = figures_of(others, result.rule)
-                change = {key: after[key] - before[key] for key in ("lost", "kept", "recall")}
-                rows.append({"set": name, "problem": result.problem, **change})
-        by_size[str(size)] = {
-            "draws": len(rows),
-            "written": sum(row["problem"] is None for row in rows),
-            "rows": rows,
-        }
+                drawn = random.Random(f"tune-{seed}").sample(queries, len(queries))
+                row = {"set": name, **tuned_once(drawn[:size], drawn[size:])}
+                written += row["problem"] is None
+                rows.append(row)
+        by_size[str(size)] = {"draws": len(rows), "written": written, "rows": rows}
     return by_size
+
+
+def tuned_once(own: Sequence[ScoredQuery], others: Sequence[ScoredQuery]) -> Figures:
+    """The problem of `rsrank tune` on some queries, if any, and what its rule changes on others."""
+    result = find_rule(own, goal_for(own, DEFAULT, None, None), DEFAULT)
+    before = figures_of(others, DEFAULT)
+    after = figures_of(others, result.rule)
+    row: Figures = {"problem": result.problem}
+    for key in ("lost", "kept", "recall"):
+        row[key] = after[key] - before[key]
+    return row
 
 
 def measure(own: Mapping[str, Scored], cosine: Scored) -> Figures:
@@ -227,48 +245,42 @@ def measure(own: Mapping[str, Scored], cosine: Scored) -> Figures:
 
 def table(figures: Figures) -> str:
     """Every rule on the sets of ``--dev``, as Markdown."""
-    lines = [
-        "| rule | typed: lost | kept | recall | called relevant "
-        "| others: lost | kept | recall | F1 |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
-    ]
-    rows = dict(figures["dev"])
+    by_rule = dict(figures["dev"])
     for name in ("threshold", "rule"):
         ((rule, row),) = figures[f"calibration, {name}"]["dev"].items()
-        rows[f"calibration: {rule}"] = row
+        by_rule[f"calibration: {rule}"] = row
     for rule, row in figures["cosine"].items():
-        rows[f"MiniLM's cosine: {rule}"] = row
+        by_rule[f"MiniLM's cosine: {rule}"] = row
     columns = {
         "typed": ("lost", "kept", "recall", "called_relevant"),
         "public": ("lost", "kept", "recall", "f1"),
     }
-    for name, row in rows.items():
+    rows = []
+    for name, row in by_rule.items():
         cells = [name]
         for group, keys in columns.items():
             for key in keys:
                 value = row[group][key]
-                cells.append(f"{value:.2f}" if key == "kept" else f"{100 * value:.1f}")
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+                cells.append(f"{value:.2f}" if key == "kept" else points(value))
+        rows.append(cells)
+    head = ["rule", "typed: lost", "kept", "recall", "called relevant"]
+    return markdown.table([*head, "others: lost", "kept", "recall", "F1"], rows)
 
 
 def tuned_table(figures: Figures) -> str:
     """Rules that `rsrank tune` writes, and their changes on the other queries, as Markdown."""
-    lines = [
-        "| labelled queries | draws | rules written | more answers lost, of these | fewer "
-        "| mean change: lost | kept | recall |",
-        "|--:|--:|--:|--:|--:|--:|--:|--:|",
-    ]
+    rows = []
     for size, part in figures["tuned"].items():
-        rows = [row for row in part["rows"] if row["problem"] is None]
-        cells = [size, part["draws"], len(rows)]
-        cells.append(sum(row["lost"] > 0 for row in rows))
-        cells.append(sum(row["lost"] < 0 for row in rows))
+        written = [row for row in part["rows"] if row["problem"] is None]
+        lost = [row["lost"] for row in written]
+        cells = [size, part["draws"], len(written)]
+        cells += [np.count_nonzero(np.greater(lost, 0)), np.count_nonzero(np.less(lost, 0))]
         for key, scale in (("lost", 100), ("kept", 1), ("recall", 100)):
-            values = [scale * row[key] for row in rows]
-            cells.append(f"{np.mean(values):+.2f}" if values else "")
-        lines.append(f"| {' | '.join(map(str, cells))} |")
-    return "\n".join(lines)
+            mean = mean_of(written, key)
+            cells.append("" if mean is None else f"{scale * mean:+.2f}")
+        rows.append(cells)
+    head = ["labelled queries", "draws", "rules written", "more answers lost, of these", "fewer"]
+    return markdown.table([*head, "mean change: lost", "kept", "recall"], rows, texts=0)
 
 
 @command(resumes=True)
@@ -289,7 +301,8 @@ def rules(
     if limit is not None:
         scores = scores / f"first-{limit}"
     loaded = load_sets(files_in(dev))
-    sets = {name: queries[:limit] for name, queries in loaded.items() if name != LEFT_OUT}
+    loaded.pop(LEFT_OUT, None)
+    sets = {name: queries[:limit] for name, queries in loaded.items()}
     own = {}
     for part, queries in (("validation", validation(train)), ("dev", sets)):
         own[part] = score_all({"mini": ranker}, queries, scores / part, key)["mini"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,12 +17,10 @@ from rsrank_rag.backends.torch.projection import Projection
 from rsrank_rag.cli.arguments import PATH, command
 from rsrank_rag.errors import InputError
 from rsrank_rag.method.formula import EPSILON, Numbers
-from rsrank_rag.ranking.rule import Rule
 from rsrank_rag.training.store import QueryFeatures
 
 from .. import plots
-from ..best_threshold import best_threshold
-from ..reproduction.thresholds import f1_gap_curves, score_ranges, threshold_stability
+from ..reproduction.thresholds import f1_gap_curves, f1_gaps, score_ranges, threshold_stability
 from .ablations import first_layers
 from .measure import Figures, Scores
 from .plan import Plan
@@ -40,35 +39,18 @@ SET = "2wiki.sentence"
 def gap_curves(scores: Scores) -> Figure:
     """Share of queries that lose more F1 than x by a shared threshold (paper, Fig. 2)."""
     panels: dict[str, dict[str, list[float]]] = {}
-    for name, title in PAPERS_SETS.items():
-        if name not in scores.labels:
-            continue
+    for name, title in scores.present(PAPERS_SETS).items():
         panels[title] = {}
         for system in scores.systems:
-            queries = scores.scored(system, name)
-            shared = Rule(best_threshold(queries)[0])
-            gaps = []
-            for query in queries:
-                at_shared = f1_of(query.relevant, shared.select(query.scores))
-                gaps.append(best_threshold([query])[1] - at_shared)
-            panels[title][system] = gaps
+            panels[title][system] = f1_gaps(scores.scored(system, name))
     return f1_gap_curves(panels)
-
-
-def f1_of(relevant: Sequence[bool], kept: Sequence[int]) -> float:
-    """F1 of the documents at these places; 1 if nothing is relevant and nothing is kept."""
-    hits = sum(relevant[place] for place in kept)
-    total = len(kept) + sum(relevant)
-    return 2 * hits / total if total else 1.0
 
 
 def ranges(scores: Scores, system: str) -> Figure:
     """The range of a system's scores in each set, with the best thresholds (paper, Fig. 1)."""
-    sets = {
-        title: scores.scored(system, name)
-        for name, title in PAPERS_SETS.items()
-        if name in scores.labels
-    }
+    sets = {}
+    for name, title in scores.present(PAPERS_SETS).items():
+        sets[title] = scores.scored(system, name)
     stability = threshold_stability(sets, scores.systems[system].threshold)
     title = f"{system}: bias {stability.bias:.3f}, variance {stability.variance:.4f}"
     return score_ranges(stability.ranges, stability.best, stability.natural, title=title)
@@ -106,7 +88,7 @@ def shift_map(queries: Sequence[QueryFeatures], weight: torch.Tensor) -> Figure:
     with plots.style():
         figure, grid = plots.panel_grid(("before B", "after B"), 3.2)
         for axes, title, matrix in zip(grid, ("before B", "after B"), (None, weight), strict=True):
-            vectors = np.concatenate([directions(query, matrix) for query in queries])
+            vectors = np.concatenate(list(map(partial(directions, weight=matrix), queries)))
             plane = UMAP(metric="cosine", random_state=0).fit_transform(vectors)
             others, wanted = plane[~relevant], plane[relevant]
             axes.plot(*others.T, "o", color=plots.SKY, markersize=2, label="irrelevant")

@@ -1,6 +1,6 @@
 """Measure B on stored features: `python -m research.decoders.measure --help`."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import click
@@ -50,8 +50,12 @@ class Scores(Record):
 
     def scored(self, system: str, name: str) -> list[ScoredQuery]:
         """One system's scores of one set."""
-        pairs = zip(self.systems[system].scores[name], self.labels[name], strict=True)
-        return [ScoredQuery(scores, relevant) for scores, relevant in pairs]
+        rows = self.systems[system].scores[name]
+        return list(map(ScoredQuery, rows, self.labels[name]))
+
+    def present(self, titles: Mapping[str, str]) -> dict[str, str]:
+        """Those of some sets that were scored: name -> title."""
+        return {name: title for name, title in titles.items() if name in self.labels}
 
 
 class Figures(Record):
@@ -63,12 +67,17 @@ class Figures(Record):
 
 def rounded(queries: Iterable[ScoredQuery]) -> tuple[tuple[float, ...], ...]:
     """Scores with three decimals."""
-    return tuple(tuple(round(score, 3) for score in query.scores) for query in queries)
+    rows = []
+    for query in queries:
+        rows.append(tuple(round(score, 3) for score in query.scores))
+    return tuple(rows)
 
 
-def sets_read(
-    plan: Plan, store: Store, least: int = 1
-) -> dict[str, tuple[list[LabelledQuery], list[QueryFeatures]]]:
+ReadSets = dict[str, tuple[list[LabelledQuery], list[QueryFeatures]]]
+"""Set -> its queries, and their features."""
+
+
+def sets_read(plan: Plan, store: Store, least: int = 1) -> ReadSets:
     """Queries of the plan's dev sets of which all documents have been read, and their features.
 
     Args:
@@ -82,13 +91,11 @@ def sets_read(
         features = store.read(name, drawn)
         queries = [query for query in drawn if query.id in features]
         if len(queries) >= least:
-            sets[name] = queries, [features[query.id] for query in queries]
+            sets[name] = queries, list(features.values())
     return sets
 
 
-def features_of(
-    store: Store, sets: dict[str, tuple[list[LabelledQuery], list[QueryFeatures]]]
-) -> dict[str, tuple[list[LabelledQuery], list[QueryFeatures]]]:
+def features_of(store: Store, sets: ReadSets) -> ReadSets:
     """The same queries with the features of another store, such as those of another decoder.
 
     Raises:
@@ -102,13 +109,11 @@ def features_of(
                 f"{store.folder} has features of {len(features)} of {len(queries)} queries of "
                 f"{name}. Read the others first (research.decoders.extract)."
             )
-        others[name] = queries, [features[query.id] for query in queries]
+        others[name] = queries, list(features.values())
     return others
 
 
-def score_stored(
-    artifact: Path, sets: dict[str, tuple[list[LabelledQuery], list[QueryFeatures]]]
-) -> SystemScores:
+def score_stored(artifact: Path, sets: ReadSets) -> SystemScores:
     """Scores of an artifact's B on stored features."""
     config = hub.read_config(artifact)
     weights = dict(Projection.of(hub.read_weights(artifact, config)).named_parameters())
@@ -124,9 +129,7 @@ def score_stored(
     )
 
 
-def score_texts(
-    name: str, sets: dict[str, tuple[list[LabelledQuery], list[QueryFeatures]]]
-) -> SystemScores:
+def score_texts(name: str, sets: ReadSets) -> SystemScores:
     """Scores of another system, which reads the same queries' texts."""
     system = load(ModelSource(name=name))
     results = {name: score_dataset(system, queries) for name, (queries, _) in sets.items()}
@@ -171,9 +174,9 @@ def main(
 ) -> None:
     """Score the dev queries of PLAN that FEATURES holds, and write OUTPUT (JSON)."""
     sets = sets_read(Plan.load(plan), Store(features), least)
-    labels = {
-        name: tuple(features.relevant for features in rows) for name, (_, rows) in sets.items()
-    }
+    labels = {}
+    for name, (_, rows) in sets.items():
+        labels[name] = tuple(features.relevant for features in rows)
     results = {}
     for text in models:
         name, artifact, own = named(text)

@@ -4,7 +4,7 @@
 """
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,9 +13,9 @@ from rsrank_rag.evaluation.metrics import ScoredQuery, ranking_measures, selecti
 from rsrank_rag.ranking.rule import Rule
 
 from ..best_threshold import best_threshold
-from ..reproduction.thresholds import paired_t_test, threshold_stability
+from ..markdown import points, table
+from ..reproduction.thresholds import own_best, paired_t_test, set_best, threshold_stability
 from ..unanswerable import auroc, best_scores
-from .ablations import AblationRow
 from .measure import Figures, Scores
 
 PAPERS_SETS = {
@@ -56,25 +56,15 @@ LADDER = {
 """Sets of the README's table."""
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table; all columns but the first are right-aligned."""
-    lines = [head, ["---", *["--:"] * (len(head) - 1)], *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def points(share: float) -> str:
-    """A share in points of 100."""
-    return f"{100 * share:.1f}"
-
-
 def measures(queries: Sequence[ScoredQuery]) -> dict[str, float]:
     """nDCG@5, Recall@5 and F1 at zero of a set, and F1 at the set's best threshold."""
     ranking = ranking_measures(queries)
-    answerable = np.array([any(query.relevant) for query in queries])
+    selection = selection_measures(queries, Rule(0.0))
+    answerable = ~np.isnan(selection["recall"])
     return {
         "nDCG@5": float(ranking["ndcg@5"][answerable].mean()),
         "Recall@5": float(ranking["recall@5"][answerable].mean()),
-        "F1 at zero": float(selection_measures(queries, Rule(0.0))["f1"].mean()),
+        "F1 at zero": float(selection["f1"].mean()),
         "F1 at best": best_threshold(queries)[1],
     }
 
@@ -86,9 +76,8 @@ def overview(figures: Any) -> str:
     for metric in ("nDCG@5", "F1 at zero", "F1, default rule"):
         head += [f"{metric} {system}" for system in scores.systems]
     rows = []
-    for name, title in {**PAPERS_SETS, **TYPED_SETS}.items():
-        if name in scores.labels:
-            rows.append([f"{title} ({len(scores.labels[name])})", *_overview_cells(scores, name)])
+    for name, title in scores.present(PAPERS_SETS | TYPED_SETS).items():
+        rows.append([f"{title} ({len(scores.labels[name])})", *_overview_cells(scores, name)])
     return table(head, rows)
 
 
@@ -135,22 +124,27 @@ def ladder(figures: Any) -> str:
 def papers_sets(figures: Any) -> str:
     """nDCG@5, Recall@5 and F1 at zero on the paper's sets, the paper's figures beside ours."""
     scores = Figures.model_validate(figures).scores
-    names = [name for name in PAPERS_SETS if name in scores.labels]
-    counts = [f"{PAPERS_SETS[name]} ({len(scores.labels[name])})" for name in names]
-    places = [list(PAPERS_SETS).index(name) for name in names]
+    sets = scores.present(PAPERS_SETS)
+    counts = [f"{title} ({len(scores.labels[name])})" for name, title in sets.items()]
+    values: dict[str, dict[str, dict[str, float]]] = {}
+    for system in scores.systems:
+        values[system] = {name: measures(scores.scored(system, name)) for name in sets}
     blocks = []
     for metric, reported in PAPER.items():
         rows = []
         for system, of_system in scores.systems.items():
             if metric == "F1 at zero" and not of_system.own_threshold:
                 continue
-            values = [measures(scores.scored(system, name))[metric] for name in names]
-            rows.append([system, *map(points, [*values, statistics.fmean(values)])])
-        papers = [reported[place] for place in places]
-        paper_row = [f"{value:.1f}" for value in [*papers, statistics.fmean(papers)]]
-        rows.append(["Qwen3-8B, the paper", *paper_row])
+            rows.append([system, *_with_mean([values[system][name][metric] for name in sets])])
+        shares = dict(zip(PAPERS_SETS, reported, strict=True))
+        rows.append(["Qwen3-8B, the paper", *_with_mean([shares[name] / 100 for name in sets])])
         blocks.append(table([f"{metric} (queries)", *counts, "mean"], rows))
     return "\n\n".join(blocks)
+
+
+def _with_mean(shares: Sequence[float]) -> list[str]:
+    """Shares and their mean in points of 100."""
+    return list(map(points, [*shares, statistics.fmean(shares)]))
 
 
 def typed_by_rule(figures: Any) -> str:
@@ -164,9 +158,7 @@ def typed(figures: Any, *, at_zero: bool = True) -> str:
     head = ["questions", "model", "nDCG@5", "AUROC", "rule", "lost", "kept", "F1"]
     head.append("called relevant")
     rows = []
-    for name, title in TYPED_SETS.items():
-        if name not in scores.labels:
-            continue
+    for name, title in scores.present(TYPED_SETS).items():
         for system, of_system in scores.systems.items():
             queries = scores.scored(system, name)
             separation = auroc(*best_scores(queries)) or 0.0
@@ -195,16 +187,16 @@ def typed(figures: Any, *, at_zero: bool = True) -> str:
 def thresholds(figures: Any) -> str:
     """Bias and variance of the best thresholds of the paper's sets (paper, Section 2.1)."""
     scores = Figures.model_validate(figures).scores
-    names = [name for name in PAPERS_SETS if name in scores.labels]
+    titles = scores.present(PAPERS_SETS)
     rows = []
     for system, of_system in scores.systems.items():
-        sets = {name: scores.scored(system, name) for name in names}
+        sets = {name: scores.scored(system, name) for name in titles}
         stability = threshold_stability(sets, of_system.threshold)
-        best = [f"{stability.best[name]:.3f}" for name in names]
         row = [system, f"{stability.natural:.3f}", f"{stability.bias:.3f}"]
-        rows.append([*row, f"{stability.variance:.4f}", *best])
-    head = ["system", "threshold", "bias", "variance", *(PAPERS_SETS[name] for name in names)]
-    return table(head, rows)
+        row.append(f"{stability.variance:.4f}")
+        row += [f"{best:.3f}" for best in stability.best.values()]
+        rows.append(row)
+    return table(["system", "threshold", "bias", "variance", *titles.values()], rows)
 
 
 def gaps(figures: Any) -> str:
@@ -212,13 +204,10 @@ def gaps(figures: Any) -> str:
     scores = Figures.model_validate(figures).scores
     rows = []
     for system in scores.systems:
-        for name, title in PAPERS_SETS.items():
-            if name not in scores.labels:
-                continue
+        for name, title in scores.present(PAPERS_SETS).items():
             queries = scores.scored(system, name)
-            own = [best_threshold([query])[1] for query in queries]
-            shared = Rule(best_threshold(queries)[0])
-            at_best = selection_measures(queries, shared)["f1"].tolist()
+            own = own_best(queries)
+            at_best = set_best(queries)
             test = paired_t_test(own, at_best)
             row = [system, title, str(len(queries)), points(statistics.fmean(own))]
             row += [points(statistics.fmean(at_best)), points(test.difference)]
@@ -236,16 +225,13 @@ def ablations(figures: Any) -> str:
     """
     rows = Figures.model_validate(figures).ablations
     all_layers = 1 + max((row.layers for row in rows), default=0)
-    blocks = []
-    for group in dict.fromkeys(row.group for row in rows):
-        cells = [_ablation_cells(row, all_layers) for row in rows if row.group == group]
-        head = [group, "trained on", "layers", "FLOPs", "numbers in B", "nDCG@5", "Recall@5"]
-        blocks.append(table([*head, "F1 at zero", "F1 at best"], cells))
-    return "\n\n".join(blocks)
-
-
-def _ablation_cells(row: AblationRow, all_layers: int) -> list[str]:
-    share = f"{row.layers / all_layers:.0%}"
-    numbers = [f"{row.training_queries}", f"{row.layers}", share, f"{row.parameters:,}"]
-    metrics = ("ndcg@5", "recall@5", "f1@0", "f1@best")
-    return [row.name, *numbers, *(row.metrics[metric].shown(points) for metric in metrics)]
+    groups: dict[str, list[list[object]]] = {}
+    for row in rows:
+        share = f"{row.layers / all_layers:.0%}"
+        cells = [row.name, row.training_queries, row.layers, share, f"{row.parameters:,}"]
+        for metric in ("ndcg@5", "recall@5", "f1@0", "f1@best"):
+            cells.append(row.metrics[metric].shown(points))
+        groups.setdefault(row.group, []).append(cells)
+    head = ["trained on", "layers", "FLOPs", "numbers in B"]
+    head += ["nDCG@5", "Recall@5", "F1 at zero", "F1 at best"]
+    return "\n\n".join(table([group, *head], cells) for group, cells in groups.items())

@@ -2,20 +2,20 @@
 
     python research/mini/tables.py    # after research/mini/measure.py has written docs/mini.json
 
-Each table stands between the lines ``<!-- figures: NAME -->`` and ``<!-- end of figures -->`` and
-is replaced whole.
+Each table is replaced whole.
 """
 
 from __future__ import annotations
 
 import json
-import re
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from data import EVERYDAY, REAL, SETS
+from research import markdown
+from research.markdown import points, rewritten
 from rsrank_rag.evaluation.metrics import ScoredQuery, ranking_measures, selection_measures
 from rsrank_rag.evaluation.statistics import bootstrap, estimate
 from rsrank_rag.ranking.rule import Rule
@@ -24,8 +24,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = ("README.md", "docs/mini.md", "research/docs/results.md")
 METRICS = {"ndcg@5": "nDCG@5", "recall@5": "Recall@5", "f1": "F1@τ"}
 NOT_MEASURED = "–"
-BLOCK = re.compile(r"(<!-- figures: ([^>]+?) -->\n).*?(<!-- end of figures -->)", re.S)
-
+BLOCK = markdown.BLOCK
 Figures = Mapping[str, Mapping[str, Any]]
 
 
@@ -105,28 +104,27 @@ def columns_of(figures: Figures, metric: str) -> dict[str, dict[str, float]]:
 def table(figures: Figures, metrics: Sequence[str] = ("ndcg@5", "f1")) -> str:
     """A row a set and mean, columns of several metrics; the best of each metric is bold."""
     systems = list(figures)
-    seen, unseen = sets_of(figures)
+    seen, _ = sets_of(figures)
     counts = {row["dataset"]: str(row["queries"]) for row in figures[systems[0]]["sets"]}
     columns = {metric: columns_of(figures, metric) for metric in metrics}
     head = ["set", "seen", "queries"]
     for metric in metrics:
-        for system in systems:
-            head.append(f"{METRICS[metric]} {system}")
-    lines = [head, ["---", "---", *["--:"] * (len(head) - 2)]]
+        head += [f"{METRICS[metric]} {system}" for system in systems]
+    rows = []
     for name in columns[metrics[0]][systems[0]]:
         kind = ""
-        if name in seen:
-            kind = "yes"
-        elif name in unseen:
-            kind = "no"
+        if name in counts:
+            kind = "yes" if name in seen else "no"
         cells = [name, kind, counts.get(name, "")]
         for metric in metrics:
-            points = [f"{100 * columns[metric][system][name]:.1f}" for system in systems]
-            best = max(points, key=float)
-            for value in points:
+            values = []
+            for system in systems:
+                values.append(points(columns[metric][system][name]))
+            best = max(values, key=float)
+            for value in values:
                 cells.append(f"**{value}**" if value == best else value)
-        lines.append(cells)
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        rows.append(cells)
+    return markdown.table(head, rows, texts=2)
 
 
 RULES = {
@@ -142,54 +140,56 @@ RULES = {
 
 def lost_answers(figures: Figures, system: str, rule: str) -> float:
     """Percent of the answerable queries of all sets for which a rule keeps nothing relevant."""
-    rows = figures[system]["sets"]
-    lost = sum(row["rules"][rule]["lost"] for row in rows)
-    return float(100 * lost / sum(row["answerable"] for row in rows))
+    lost = 0
+    answerable = 0
+    for row in figures[system]["sets"]:
+        lost += row["rules"][rule]["lost"]
+        answerable += row["answerable"]
+    return 100 * lost / answerable
 
 
 def typed_table(figures: Figures) -> str:
     """The README's first table: what each rule loses and keeps of typed questions."""
     own, cosine = list(figures)[:2]
-    rows = {
+    systems = {
         f"**{own}, its rule**": (own, "in_use"),
         f"{own}, zero alone": (own, "threshold"),
         f"{own}, top 3": (own, "top3"),
         f"{cosine}, its best rule": (cosine, "in_use"),
     }
-    lines = [
-        "| | everyday: lost | kept | handbooks, manuals: lost | kept |",
-        "|---|--:|--:|--:|--:|",
-    ]
-    for label, (system, rule) in rows.items():
+    rows = []
+    for label, (system, rule) in systems.items():
         sets = {row["dataset"]: row for row in figures[system]["sets"]}
         cells = [label]
         for name in TYPED:
             measures = sets[name]["rules"][rule]
             cells.append(_share(measures["lost"], sets[name]["answerable"]))
             cells.append(f"{measures['kept']:.1f}")
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        rows.append(cells)
+    head = ["", "everyday: lost", "kept", "handbooks, manuals: lost", "kept"]
+    return markdown.table(head, rows)
 
 
 def shift_table(figures: Figures) -> str:
     """Ranking and selection with the shift and without it: means over kinds of sets."""
-    rows = figures[next(iter(figures))]["shift"]
-    typed = [row for row in rows if row["dataset"] in TYPED]
-    multi_hop = [row for row in rows if family(row["dataset"]) in MULTI_HOP]
-    others = [row for row in rows if row not in typed and row not in multi_hop]
-    lines = [
-        "| sets | nDCG@5: with the shift | without | F1 at zero: with | without "
-        "| F1 by the rule: with | without | answers lost: with | without |",
-        f"|---|{'--:|' * 8}",
-    ]
-    groups = {"typed": typed, "multi-hop": multi_hop, "others": others}
+    groups: dict[str, list[Mapping[str, Any]]] = {"typed": [], "multi-hop": [], "others": []}
+    for row in figures[next(iter(figures))]["shift"]:
+        group = "others"
+        if row["dataset"] in TYPED:
+            group = "typed"
+        elif family(row["dataset"]) in MULTI_HOP:
+            group = "multi-hop"
+        groups[group].append(row)
+    rows = []
     for label, group in groups.items():
         cells = [label]
         for key in ("ndcg@5", "f1", "rule f1", "lost"):
             for name in (key, f"{key} without"):
-                cells.append(f"{100 * statistics.fmean(row[name] for row in group):.1f}")
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+                cells.append(points(statistics.fmean(row[name] for row in group)))
+        rows.append(cells)
+    head = ["sets", "nDCG@5: with the shift", "without", "F1 at zero: with", "without"]
+    head += ["F1 by the rule: with", "without", "answers lost: with", "without"]
+    return markdown.table(head, rows)
 
 
 def overview_table(figures: Figures) -> str:
@@ -197,43 +197,43 @@ def overview_table(figures: Figures) -> str:
     systems = list(figures)[:2]
     seen, unseen = sets_of(figures)
     seen = [name for name in seen if name not in TYPED]
-    lines = ["| | " + " | ".join(f"{name}: seen | not seen" for name in systems) + " |"]
-    lines.append(f"|---|{'--:|' * 2 * len(systems)}")
+    head = [""]
+    for system in systems:
+        head += [f"{system}: seen", "not seen"]
+    rows = []
     for metric, label in (("ndcg@5", "nDCG@5"), ("f1", "F1"), ("lost", "answers lost")):
-        means = []
+        cells = [label]
         for system in systems:
-            for names in (seen, unseen):
-                means.append(family_mean(by_rule(figures, system, metric), names))
-        cells = " | ".join(f"{100 * mean:.1f}" for mean in means)
-        lines.append(f"| {label} | {cells} |")
-    return "\n".join(lines)
+            values = by_rule(figures, system, metric)
+            cells.append(points(family_mean(values, seen)))
+            cells.append(points(family_mean(values, unseen)))
+        rows.append(cells)
+    return markdown.table(head, rows)
 
 
 def rules_table(figures: Figures) -> str:
     """What zero keeps of all sets, and what other rules would keep of the same scores."""
     name = next(iter(figures))
-    rows = figures[name]["sets"]
-    queries = sum(row["queries"] for row in rows)
-    lines = ["| rule | F1 | answers lost | kept per query |", "|---|--:|--:|--:|"]
+    sets = figures[name]["sets"]
+    queries = sum(row["queries"] for row in sets)
+    rows = []
     for rule, label in RULES.items():
+        f1 = sum(row["rules"][rule]["f1"] * row["queries"] for row in sets) / queries
+        kept = sum(row["rules"][rule]["kept"] * row["queries"] for row in sets) / queries
         lost = lost_answers(figures, name, rule)
-        means = []
-        for key in ("f1", "kept"):
-            means.append(sum(row["rules"][rule][key] * row["queries"] for row in rows) / queries)
-        lines.append(f"| {label} | {100 * means[0]:.1f} | {lost:.1f}% | {means[1]:.1f} |")
-    return "\n".join(lines)
+        rows.append([label, points(f1), f"{lost:.1f}%", f"{kept:.1f}"])
+    return markdown.table(["rule", "F1", "answers lost", "kept per query"], rows)
 
 
 def threshold_table(figures: Figures) -> str:
     """F1 at zero, and F1 at the threshold that is best on each set's own labels."""
-    lines = ["| set | F1 at zero | F1 at the set's best | that threshold |", "|---|--:|--:|--:|"]
+    rows = []
     for row in next(iter(figures.values()))["sets"]:
         best = row["best_threshold"]
-        lines.append(
-            f"| {row['dataset']} | {100 * row['rules']['threshold']['f1']:.1f} "
-            f"| {100 * best['f1']:.1f} | {best['threshold']:+.2f} |"
-        )
-    return "\n".join(lines)
+        cells = [row["dataset"], points(row["rules"]["threshold"]["f1"]), points(best["f1"])]
+        rows.append([*cells, f"{best['threshold']:+.2f}"])
+    head = ["set", "F1 at zero", "F1 at the set's best", "that threshold"]
+    return markdown.table(head, rows)
 
 
 def _share(part: int, whole: int) -> str:
@@ -242,27 +242,26 @@ def _share(part: int, whole: int) -> str:
 
 def absent_table(figures: Figures) -> str:
     """How well the best score tells lists with a relevant passage from lists without one."""
-    rows = {}
+    by_set = {}
     for system, result in figures.items():
-        rows[system] = {row["dataset"]: row for row in result["sets"]}
+        by_set[system] = {row["dataset"]: row for row in result["sets"]}
     seen, unseen = sets_of(figures)
     head = ["set"]
     head += [f"AUROC {system}" for system in figures]
     head += [f"false accepts {system}" for system in figures]
-    lines = [f"| {' | '.join(head)} |", f"|---|{'--:|' * 2 * len(figures)}"]
+    rows = []
     for name in (*seen, *unseen):
         cells = [name]
         for key, form in (("auroc", "{:.1%}"), ("false_accepts@90", "{:.0%}")):
             for system in figures:
-                value = rows[system][name].get(key)
+                value = by_set[system][name].get(key)
                 cells.append(NOT_MEASURED if value is None else form.format(value))
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        rows.append(cells)
+    return markdown.table(head, rows)
 
 
 def short_table(figures: Figures) -> str:
     """Questions, words, keywords and greetings over examples/island, and unanswerable questions."""
-    lines = [f"| | {' | '.join(figures)} |", f"|---|{'--:|' * len(figures)}"]
     kinds = {
         "questions": "full question",
         "keywords": "keywords",
@@ -276,24 +275,24 @@ def short_table(figures: Figures) -> str:
         "kept": ("kept of 61", "{:.1f}"),
         "silent": ("keeps none", "{:.0%}"),
     }
+    rows: list[list[str]] = []
     for kind, name in kinds.items():
-        rows = [system["short"][kind] for system in figures.values() if kind in system["short"]]
         # Older figures lack this kind.
-        if len(rows) < len(figures):
+        if any(kind not in system["short"] for system in figures.values()):
             continue
+        of_kind = [system["short"][kind] for system in figures.values()]
         # Queries without an answer have no reciprocal rank.
-        shown = ("mrr", "found", "kept") if "mrr" in rows[0] else ("silent",)
+        shown = ("mrr", "found", "kept") if "mrr" in of_kind[0] else ("silent",)
         for part in shown:
             label, form = parts[part]
-            cells = [form.format(row[part]) for row in rows]
-            first = f"{name} ({rows[0]['queries']:.0f}): {label}"
-            lines.append(f"| {first} | {' | '.join(cells)} |")
+            first = f"{name} ({of_kind[0]['queries']:.0f}): {label}"
+            rows.append([first, *[form.format(row[part]) for row in of_kind]])
     for dataset, row in next(iter(figures.values()))["unanswered"].items():
-        cells = [f"{system['unanswered'][dataset]['kept']:.0%}" for system in figures.values()]
-        lines.append(
-            f"| {dataset}, no relevant candidate ({row['queries']}): kept | {' | '.join(cells)} |"
-        )
-    return "\n".join(lines)
+        cells = [f"{dataset}, no relevant candidate ({row['queries']}): kept"]
+        for system in figures.values():
+            cells.append(f"{system['unanswered'][dataset]['kept']:.0%}")
+        rows.append(cells)
+    return markdown.table(["", *figures], rows)
 
 
 def difference_tables(figures: Figures) -> str:
@@ -301,15 +300,11 @@ def difference_tables(figures: Figures) -> str:
     first = next(iter(figures))
     tables = []
     for other, by_set in figures[first].get("differences", {}).items():
-        lines = [
-            f"**{first} minus {other}**\n",
-            f"| set | {' | '.join(METRICS.values())} |",
-            "|---|--:|--:|--:|",
-        ]
+        rows = []
         for name, row in by_set.items():
-            cells = [_difference(*row[metric]) for metric in METRICS]
-            lines.append(f"| {name} | {' | '.join(cells)} |")
-        tables.append("\n".join(lines))
+            rows.append([name, *[_difference(*row[metric]) for metric in METRICS]])
+        table_of_sets = markdown.table(["set", *METRICS.values()], rows)
+        tables.append(f"**{first} minus {other}**\n\n{table_of_sets}")
     return "\n\n".join(tables)
 
 
@@ -355,17 +350,6 @@ def blocks(figures: Figures) -> dict[str, str]:
         "short": short_table(figures),
         "differences": difference_tables(figures),
     }
-
-
-def rewritten(text: str, tables: Mapping[str, str]) -> str:
-    """A page with these tables, by name; tables of other scripts stay."""
-
-    def replacement(match: re.Match[str]) -> str:
-        if match[2] not in tables:
-            return match[0]
-        return f"{match[1]}{tables[match[2]]}\n{match[3]}"
-
-    return BLOCK.sub(replacement, text)
 
 
 def read(root: Path = ROOT) -> Figures:

@@ -42,7 +42,9 @@ def page(
         for label, queries in system.scored.items():
             summaries[label] = _flat(summarise(queries, system.rule))
         for metric, title in TITLES.items():
-            values: list[Any] = [summaries.get(label, {}).get(metric) for label in sets]
+            values: list[Any] = []
+            for label in sets:
+                values.append(summaries[label][metric] if label in summaries else None)
             average = None if None in values else fmean(values)
             tables[title][system.name] = [*values, average]
     own_means = {}
@@ -52,8 +54,9 @@ def page(
             own_f1 = []
             set_f1 = []
             for label, in_set in result.sets.items():
-                own_f1.append(fmean(own_best(comparison, label, in_set)))
-                set_f1.append(fmean(set_best(comparison, label, in_set)))
+                queries = comparison.scored(label, in_set)
+                own_f1.append(fmean(own_best(queries)))
+                set_f1.append(fmean(set_best(queries)))
             own_means[result.name] = fmean(own_f1)
             set_means[result.name] = fmean(set_f1)
     stabilities = {}

@@ -17,7 +17,7 @@ from rsrank_rag.reranker import BLANK_SCORE
 
 from .. import plots
 from ..best_threshold import best_threshold
-from ..comparison import Comparison, Measured, SetResult
+from ..comparison import Comparison, Measured
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -63,33 +63,24 @@ def threshold_of(system: Measured) -> float:
     return threshold
 
 
-def own_best(comparison: Comparison, name: str, result: SetResult) -> list[float]:
+def own_best(queries: Sequence[ScoredQuery]) -> list[float]:
     """F1 of a set's queries, each at its own best threshold."""
-    return [best_threshold([query])[1] for query in _scored(comparison, name, result)]
+    return [best_threshold([query])[1] for query in queries]
 
 
-def set_best(comparison: Comparison, name: str, result: SetResult) -> list[float]:
+def set_best(queries: Sequence[ScoredQuery]) -> list[float]:
     """F1 of a set's queries, all at the set's best threshold."""
-    queries = _scored(comparison, name, result)
     rule = Rule(best_threshold(queries)[0])
     values: list[float] = selection_measures(queries, rule)["f1"].tolist()
     return values
 
 
-def _scored(comparison: Comparison, name: str, result: SetResult) -> list[ScoredQuery]:
-    queries = []
-    for query, labels in zip(result.queries, comparison.labels[name], strict=True):
-        queries.append(ScoredQuery(query.scores, labels.relevant))
-    return queries
-
-
-def f1_gaps(comparison: Comparison, name: str, result: SetResult) -> list[float]:
+def f1_gaps(queries: Sequence[ScoredQuery]) -> list[float]:
     """F1 that each query loses because all queries share the set's best threshold; at least 0.
 
     Source: paper, Section 2.2.
     """
-    best = set_best(comparison, name, result)
-    lost = np.subtract(own_best(comparison, name, result), best)
+    lost = np.subtract(own_best(queries), set_best(queries))
     gaps: list[float] = np.maximum(lost, 0.0).tolist()
     return gaps
 
@@ -132,10 +123,11 @@ def threshold_stability(sets: Mapping[str, Sequence[ScoredQuery]], threshold: fl
     """
     extremes = {}
     for name, queries in sets.items():
-        scores = [score for query in queries for score in query.scores if score != BLANK_SCORE]
+        scores = set().union(*(query.scores for query in queries)) - {BLANK_SCORE}
         extremes[name] = (min(scores, default=0.0), max(scores, default=0.0))
-    low = min(lowest for lowest, _ in extremes.values())
-    span = max(highest for _, highest in extremes.values()) - low or 1.0
+    lows, highs = zip(*extremes.values(), strict=True)
+    low = min(lows)
+    span = max(highs) - low or 1.0
     natural = (threshold - low) / span
     ranges = {}
     best = {}
@@ -223,8 +215,9 @@ def _figures(systems: Sequence[Measured], comparison: Comparison) -> Iterator[tu
         title = f"{name}: bias {stability.bias:.3f}, variance {stability.variance:.4f}"
         figure = score_ranges(stability.ranges, stability.best, stability.natural, title=title)
         yield f"score-range-{number}", figure
-    gaps: dict[str, dict[str, list[float]]] = {name: {} for name in comparison.labels}
+    gaps: dict[str, dict[str, list[float]]] = {}
     for result in comparison.systems:
         for name, in_set in result.sets.items():
-            gaps[name][result.name] = f1_gaps(comparison, name, in_set)
+            queries = comparison.scored(name, in_set)
+            gaps.setdefault(name, {})[result.name] = f1_gaps(queries)
     yield "f1-gap", f1_gap_curves(gaps)

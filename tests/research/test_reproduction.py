@@ -296,8 +296,9 @@ def test_the_gap_table_holds_the_papers_columns():
     ]
     comparison = compare([Measured("x", Rule(0.5), "given", {"a": scored})], sets)
     result = comparison.systems[0].sets["a"]
-    own = 100 * statistics.fmean(own_best(comparison, "a", result))
-    best = 100 * statistics.fmean(set_best(comparison, "a", result))
+    queries = comparison.scored("a", result)
+    own = 100 * statistics.fmean(own_best(queries))
+    best = 100 * statistics.fmean(set_best(queries))
     assert f"| a | 4 | {own:.1f} | {best:.1f} |" in page("tiny", ["a"], [], comparison)
 
 

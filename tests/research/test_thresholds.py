@@ -17,12 +17,12 @@ from research.best_threshold import best_threshold
 from research.comparison import Measured, compare
 from research.reproduction.thresholds import (
     f1_gap_curves,
+    f1_gaps,
     paired_t_test,
     score_ranges,
     threshold_stability,
     write_figures,
 )
-from research.reproduction.thresholds import f1_gaps as gaps_of
 from rsrank_rag.evaluation.datasets import LabelledDocument, LabelledQuery
 from rsrank_rag.evaluation.metrics import ScoredQuery
 from rsrank_rag.ranking.rule import Rule
@@ -123,11 +123,6 @@ def comparison_of(queries):
         labelled.append(LabelledQuery(id=str(len(labelled)), query="?", documents=documents))
     system = Measured("x", Rule(0.0), "given", {"s": queries})
     return system, compare([system], {"s": labelled})
-
-
-def f1_gaps(queries):
-    _, comparison = comparison_of(queries)
-    return gaps_of(comparison, "s", comparison.systems[0].sets["s"])
 
 
 def test_f1_gaps_equal_the_fractions_by_hand():
