@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import math
 import os
 import random
@@ -28,10 +29,13 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import httpx
+
+from research import markdown
 
 from .load import (
     MOST_MEMORY,
@@ -39,10 +43,10 @@ from .load import (
     Server,
     Traffic,
     arguments,
-    chosen,
     clients,
     resident,
     rude_bodies,
+    server_options,
     verdict,
 )
 from .timing import machine
@@ -58,27 +62,23 @@ class Mixed(Traffic):
 
     def request(self, rng: random.Random) -> tuple[int, list[int]]:
         """Numbers of a question and of distinct passages."""
-        return rng.randrange(len(self.questions)), rng.sample(
-            range(len(self.corpus)), rng.randint(1, self.count)
-        )
+        query = rng.randrange(len(self.questions))
+        return query, rng.sample(range(len(self.corpus)), rng.randint(1, self.count))
 
     @classmethod
     def of(cls, options: argparse.Namespace) -> Mixed:
         """A corpus of so many passages."""
         rng = random.Random(0)
         words = passages(1, 2000)[0].split()
-        corpus = [
-            " ".join(
-                rng.sample(words, round(math.exp(rng.uniform(math.log(5), math.log(len(words))))))
-            )
-            for _ in range(options.corpus)
-        ]
+        corpus = []
+        for _ in range(options.corpus):
+            length = math.exp(rng.uniform(math.log(5), math.log(len(words))))
+            corpus.append(" ".join(rng.sample(words, round(length))))
         queries = question(200).split()
-        return cls(
-            corpus,
-            [" ".join(rng.sample(queries, rng.randint(1, 60))) for _ in range(50)],
-            options.documents,
-        )
+        questions = []
+        for _ in range(50):
+            questions.append(" ".join(rng.sample(queries, rng.randint(1, 60))))
+        return cls(corpus, questions, options.documents)
 
 
 @dataclass
@@ -90,18 +90,14 @@ class Soak:
     client: httpx.AsyncClient
     record: Record = field(default_factory=Record)
     counts: Counter[str] = field(default_factory=Counter)
-    samples: list[tuple[float, int, int]] = field(
-        default_factory=list
-    )  # minutes, bytes of the server, of the model
+    samples: list[tuple[float, int, int]] = field(default_factory=list)
+    """Minutes, bytes of the server, and bytes of the model's process."""
 
     async def ask(self, rng: random.Random, ends: float) -> None:
         """Ask until the end; a request is lost if no answer comes at all, or one that is none."""
         while time.perf_counter() < ends:
             query, places = self.traffic.request(rng)
-            body = {
-                "query": self.traffic.questions[query],
-                "documents": [self.traffic.corpus[i] for i in places],
-            }
+            body = self.traffic.body(query, places)
             try:
                 response = await self.client.post("/v1/rerank", json=body)
             except httpx.TransportError as error:
@@ -117,9 +113,9 @@ class Soak:
         """Memory, every five seconds."""
         began = time.perf_counter()
         while time.perf_counter() < ends:
-            child, process = self.server.model_process, self.server.process
+            process = self.server.process
             assert process is not None
-            sizes = (resident(process.pid), 0 if child is None else resident(child))
+            sizes = (resident(process.pid), resident(self.server.model_process))
             self.samples.append(((time.perf_counter() - began) / 60, *sizes))
             await asyncio.sleep(5)
 
@@ -130,12 +126,16 @@ class Soak:
         ]  # fmt: skip
         for name, body in rude_bodies().items():
             gentle.append(self.rude(name, body))
-        number, began = 0, time.perf_counter()
-        while (now := time.perf_counter()) + every < ends:
+        began = time.perf_counter()
+        for number in itertools.count():
+            now = time.perf_counter()
+            if now + every >= ends:
+                break
             await asyncio.sleep(every)
-            faults = [self.kill, *gentle] if now - began < (ends - began) / 3 else gentle
+            faults = gentle
+            if now - began < (ends - began) / 3:
+                faults = [self.kill, *gentle]
             fault = faults[number % len(faults)]
-            number += 1
             self.counts[f"fault: {fault.__name__}"] += 1
             await fault()
             if (await self.client.get("/health")).status_code != 200:
@@ -159,9 +159,9 @@ class Soak:
 
         async def send() -> None:
             headers = {"Authorization": "Bearer rude", "content-type": "application/json"}
-            posts = [
-                self.client.post("/v1/rerank", content=body, headers=headers) for _ in range(4)
-            ]
+            posts = []
+            for _ in range(4):
+                posts.append(self.client.post("/v1/rerank", content=body, headers=headers))
             with contextlib.suppress(asyncio.TimeoutError, httpx.TransportError):
                 await asyncio.wait_for(asyncio.gather(*posts), 20)
 
@@ -183,29 +183,23 @@ class Soak:
 
     async def nonsense(self) -> None:
         """Bodies that are large and none of what was agreed on."""
+        headers = {"content-type": "application/json"}
         for content in (
             b"[" * 10_000_000,
             b'{"documents": [' + b"[]," * 5_000_000,
             b"\xff" * 10_000_000,
             b"{" * 25_000_000,
         ):
-            with contextlib.suppress(
-                httpx.TransportError
-            ):  # it may be closed while much is on its way
-                await self.client.post(
-                    "/v1/rerank", content=content, headers={"content-type": "application/json"}
-                )
+            # The connection may be closed while much is on its way.
+            with contextlib.suppress(httpx.TransportError):
+                await self.client.post("/v1/rerank", content=content, headers=headers)
 
     async def leave(self) -> None:
         """Fifty clients leave before they are answered."""
         rng = random.Random(time.perf_counter())
         tasks = []
         for _ in range(50):
-            query, places = self.traffic.request(rng)
-            body = {
-                "query": self.traffic.questions[query],
-                "documents": [self.traffic.corpus[i] for i in places],
-            }
+            body = self.traffic.body(*self.traffic.request(rng))
             tasks.append(asyncio.create_task(self.client.post("/v1/rerank", json=body)))
         await asyncio.sleep(0.3)
         for task in tasks:
@@ -215,9 +209,11 @@ class Soak:
     async def crowd(self) -> None:
         """Forty clients more, for ten seconds."""
         ends = time.perf_counter() + 10
-        await asyncio.gather(
-            *(self.ask(random.Random(number), ends) for number in range(1000, 1040))
-        )
+        await asyncio.gather(*self.askers(range(1000, 1040), ends))
+
+    def askers(self, seeds: Iterable[int], ends: float) -> list[Coroutine[Any, Any, None]]:
+        """Clients that ask until the end, one for each seed."""
+        return [self.ask(random.Random(seed), ends) for seed in seeds]
 
 
 async def soak(options: argparse.Namespace, server: Server) -> Soak:
@@ -226,7 +222,7 @@ async def soak(options: argparse.Namespace, server: Server) -> Soak:
         client.headers["Authorization"] = "Bearer polite"
         run = Soak(server, Mixed.of(options), client)
         ends = time.perf_counter() + 60 * options.minutes
-        asking = (run.ask(random.Random(number), ends) for number in range(options.clients))
+        asking = run.askers(range(options.clients), ends)
         await asyncio.gather(run.watch(ends), run.break_things(ends, options.every), *asking)
         run.counts["restarts"] = int(server.metric("rsrank_restarts_total"))
     return run
@@ -244,38 +240,38 @@ def main() -> None:
     options = parser.parse_args()
     # A small cache is full after a minute. From then on, memory must not grow.
     settings = ["--timeout", str(options.timeout), "--cache-size", "64MB"]
-    made = Server("mini", *chosen(options), *settings)
-    made.popen = {"env": {**os.environ, "RSRANK_API_KEY": "polite,rude"}}
-    with made as server:
+    server = Server("mini", *server_options(options), *settings)
+    server.popen = {"env": {**os.environ, "RSRANK_API_KEY": "polite,rude"}}
+    with server:
         run = asyncio.run(soak(options, server))
-        process = server.process
+    process = server.process
     assert process is not None
     print(f"{options.minutes:g} minutes, {options.clients} clients, {options.dtype}; {machine()}\n")
     print(f"{dict(run.counts)}; exit status {process.returncode}")
-    told, wrong = verdict(run.traffic, [run.record], options.dtype)
-    print(f"{told}\n")
-    print("| minute | server MB | model MB |\n|--:|--:|--:|")
+    message, wrong = verdict(run.traffic, [run.record], options.dtype)
+    print(f"{message}\n")
+    rows = []
     for share in (0, 1 / 12, 1 / 3, 2 / 3, 0.999):
-        at, ours, models = run.samples[int(share * len(run.samples))]
-        print(f"| {at:.1f} | {ours / 1e6:.0f} | {models / 1e6:.0f} |")
-    lost = sum(
-        count
-        for name, count in run.counts.items()
-        if name.startswith(("lost", "500", "504", "not"))
-    )
-    sizes = [model for *_, model in run.samples]
+        minute, server_bytes, model_bytes = run.samples[int(share * len(run.samples))]
+        rows.append([f"{minute:.1f}", f"{server_bytes / 1e6:.0f}", f"{model_bytes / 1e6:.0f}"])
+    print(markdown.table(["minute", "server MB", "model MB"], rows, texts=0))
+    lost = 0
+    for name, count in run.counts.items():
+        if name.startswith(("lost", "500", "504", "not")):
+            lost += count
+    _, server_sizes, sizes = zip(*run.samples, strict=True)
     times = growth(sizes)
     print(
         f"\nmodel's process: at most {max(sizes) / 1e6:.0f} MB; at least {times:.3f} times as much "
         "in the last quarter as in the quarter before"
     )
-    largest = max(ours for _, ours, _ in run.samples)
+    largest = max(server_sizes)
     print(f"HTTP process: at most {largest / 1e6:.0f} MB; promised: {MOST_MEMORY / 1e6:.0f}")
     grows = times > MOST_GROWTH or largest > MOST_MEMORY
     sys.exit(bool(lost or wrong or grows or process.returncode))
 
 
-def growth(sizes: list[int]) -> float:
+def growth(sizes: Sequence[int]) -> float:
     """The least of the last quarter of sizes divided by the least of the quarter before."""
     quarter = len(sizes) // 4
     return min(sizes[-quarter:]) / min(sizes[-2 * quarter : -quarter])

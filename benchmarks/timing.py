@@ -172,17 +172,21 @@ def _peak(system: System) -> int:
     try:
         # 5 resets the greatest use of memory so far.
         Path("/proc/self/clear_refs").write_text("5")
-        before = _status("VmRSS")
+        before = memory_status("VmRSS")
         system.run()
-        return _status("VmHWM") - before
+        return memory_status("VmHWM") - before
     except OSError:
         system.run()
         return -1
 
 
-def _status(field: str) -> int:
-    """Bytes of a field of /proc/self/status."""
-    for line in Path("/proc/self/status").read_text().splitlines():
+def memory_status(field: str, process: int | str = "self") -> int:
+    """Bytes of a field of a process's status, such as VmRSS.
+
+    Raises:
+        OSError: The process is gone, or the system has no such field.
+    """
+    for line in Path(f"/proc/{process}/status").read_text().splitlines():
         if line.startswith(field):
             return int(line.split()[1]) * 1024
-    raise OSError(f"/proc/self/status has no field {field}")
+    raise OSError(f"the status of process {process} has no field {field}")
