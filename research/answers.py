@@ -11,6 +11,7 @@ import string
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import starmap
 from pathlib import Path
 from typing import Any
@@ -235,7 +236,7 @@ def token_f1(answer: str, gold: Iterable[str]) -> float:
     >>> round(token_f1("Liberty statue", ["the Statue of Liberty"]), 2)
     0.8
     """
-    return max(_f1(normalised(answer), normalised(one)) for one in gold)
+    return max(map(partial(_f1, normalised(answer)), map(normalised, gold)))
 
 
 def _f1(answer: list[str], gold: list[str]) -> float:
@@ -386,7 +387,8 @@ def main(
     sets = {}
     for name, queries in read_sets(data).items():
         name = name.removesuffix(SUFFIX)
-        sets[name] = [query for query in queries if (name, query.id) in known][:questions]
+        answered = [query for query in queries if (name, query.id) in known]
+        sets[name] = answered[:questions]
     output.mkdir(parents=True, exist_ok=True)
     file = output / "answers.jsonl"
     answer_all(AnsweringModel(model), selections(systems), sets, file)

@@ -108,9 +108,14 @@ def load_sets(
         titles: The first stage reads a file's titles in front of the texts.
         options: How to load the bi-encoder of dense negatives.
     """
-    texts = dict.fromkeys(map(str, places))
-    named = [place for place in texts if not Path(place).is_file() and _source(place) is not None]
-    sets = read_sets(place for place in texts if place not in named)
+    files = []
+    named = []
+    for place in dict.fromkeys(map(str, places)):
+        if Path(place).is_file() or _source(place) is None:
+            files.append(place)
+        else:
+            named.append(place)
+    sets = read_sets(files)
     for name, queries in sets.items():
         if negatives is not None:
             # The corpus is that of the whole file, so draw before the limit cuts the queries.
@@ -239,7 +244,7 @@ def _from_multihop(
     ids = list(rows)
     if layout == "musique":
         answerable = _column(table, "answerable").to_pylist()
-        ids = [key for key in ids if answerable[rows[key]]]
+        ids = [key for key, row in rows.items() if answerable[row]]
     queries = []
     for key in draw(ids):
         row = table[rows[key]]
@@ -301,7 +306,7 @@ def _from_beir(
     for key in query_rows:
         present = relevant[key] & corpus_rows.keys()
         if present:
-            gold[key] = {corpus_rows[document] for document in present}
+            gold[key] = set(map(corpus_rows.__getitem__, present))
     wanted = []
     for key in draw(gold):
         wanted.append((key, queries[query_rows[key]]["text"], gold[key]))
@@ -356,7 +361,8 @@ def write(
     kind = None if negatives is None else Negatives.parse(negatives)
     options = load.load_options()
     (queries,) = load_sets([data], limit=limit, negatives=kind, options=options).values()
-    write_text(output, "".join(f"{query.model_dump_json()}\n" for query in queries))
+    lines = [f"{query.model_dump_json()}\n" for query in queries]
+    write_text(output, "".join(lines))
     click.echo(f"{len(queries)} queries: {output}")
 
 

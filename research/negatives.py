@@ -5,6 +5,7 @@ candidates highest in the corpus, and nobody has labelled them relevant. Some ma
 the same: labels of large corpora are never complete.
 """
 
+import itertools
 import random
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
@@ -87,31 +88,37 @@ def choose(
     if negatives.corpus is not None and negatives.corpus < size:
         rows = sorted(random.Random(f"corpus:{seed}").sample(rows, negatives.corpus))
     # The first stage must rank so many documents that enough are left without the relevant ones.
-    depth = negatives.count + max((len(relevant) for _, _, relevant in queries), default=0)
-    texts = [text for _, text, _ in queries]
-    ranked: Iterable[list[int]]
-    if negatives.kind == "random":
-        ranked = [[] for _ in queries]
-    elif negatives.kind == "bm25":
+    depth = negatives.count
+    texts = []
+    for _, text, relevant in queries:
+        depth = max(depth, negatives.count + len(relevant))
+        texts.append(text)
+    ranked: Iterable[list[int]] = itertools.repeat([], len(texts))
+    if negatives.kind == "bm25":
         ranked = _bm25(texts, read(rows), depth)
-    else:
+    elif negatives.kind == "dense":
         encoder = BiEncoder(negatives.encoder, options=options)
         ranked = _dense(encoder, texts, read(rows), depth)
     negatives_of = []
     for (key, _, relevant), best in zip(queries, ranked, strict=True):
-        hard = [rows[place] for place in best if rows[place] not in relevant][: negatives.count]
+        hard = without([rows[place] for place in best], relevant)[: negatives.count]
         excluded = {*relevant, *hard}
         count = negatives.count - len(hard)
         drawn = random.Random(f"{seed}:{key}").sample(rows, min(len(rows), count + len(excluded)))
-        others = [row for row in drawn if row not in excluded]
-        negatives_of.append([*hard, *others[:count]])
+        negatives_of.append([*hard, *without(drawn, excluded)[:count]])
     return negatives_of
+
+
+def without(rows: Iterable[int], excluded: Collection[int]) -> list[int]:
+    """The rows that are not excluded, in their order."""
+    return [row for row in rows if row not in excluded]
 
 
 def _bm25(queries: Sequence[str], corpus: Sequence[str], depth: int) -> Iterator[list[int]]:
     """Places of each query's best documents, all of which share a word with it."""
     for scores in bm25_scores(queries, corpus):
-        yield [int(row) for row in np.argsort(-scores, kind="stable")[:depth] if scores[row] > 0]
+        best = np.argsort(-scores, kind="stable")[:depth]
+        yield best[scores[best] > 0].tolist()
 
 
 def bm25_scores(queries: Sequence[str], corpus: Sequence[str]) -> Iterator[Array]:
@@ -166,7 +173,7 @@ def replace_negatives(
         for document in query.documents:
             corpus.setdefault((document.title, document.text), document)
     documents = list(corpus.values())
-    place = {key: number for number, key in enumerate(corpus)}
+    place = dict(zip(corpus, range(len(corpus)), strict=True))
     keyed = []
     for query in queries:
         relevant = set()

@@ -59,7 +59,9 @@ class SetPart(DataPart, extra="forbid", frozen=True):
                 negatives does not read a file's titles either.
         """
         queries = self._with_titles(seed, options, titles)
-        return queries if titles else [_without_titles(query) for query in queries]
+        if titles:
+            return queries
+        return list(map(_without_titles, queries))
 
     def _with_titles(
         self, seed: int, options: LoadOptions | None, titles: bool

@@ -35,10 +35,12 @@ def read(path: Path, queries: Sequence[LabelledQuery]) -> list[ScoredQuery]:
     Raises:
         InputError: The file holds scores of other queries or of other documents.
     """
-    rows = {row["id"]: row["scores"] for row in json.loads(path.read_text(encoding="utf-8"))}
+    scores_of = {}
+    for row in json.loads(path.read_text(encoding="utf-8")):
+        scores_of[row["id"]] = row["scores"]
     scored = []
     for query in queries:
-        scores = rows.get(query.id, [])
+        scores = scores_of.get(query.id, [])
         if len(scores) != len(query.documents):
             raise InputError(
                 f"{path} does not hold the scores of query {query.id!r} with its "
@@ -53,7 +55,7 @@ def write(path: Path, queries: Sequence[LabelledQuery], scored: Sequence[ScoredQ
     """Write the scores."""
     rows = []
     for query, row in zip(queries, scored, strict=True):
-        rows.append({"id": query.id, "scores": [float(score) for score in row.scores]})
+        rows.append({"id": query.id, "scores": list(map(float, row.scores))})
     write_text(path, json.dumps(rows))
 
 

@@ -38,15 +38,16 @@ def validation(folder: Path) -> dict[str, list[LabelledQuery]]:
             rows = [json.loads(line) for line in lines]
         count = PUBLIC_COUNT
         if name in TYPED:
-            rows = [row for row in rows if int(_digest(_source(row))[:16], 16) < APART * 2**64]
+            rows = list(filter(_is_apart, rows))
             count = TYPED_COUNT
         sets[name] = _first(rows, count)
     return sets
 
 
-def _source(row: dict[str, Any]) -> str:
-    """The document of a typed query, or its entry in everyday."""
-    return str(row.get("of") or row["id"].rpartition("-")[0])
+def _is_apart(row: dict[str, Any]) -> bool:
+    """Whether a typed query validates, by its document or its entry in everyday."""
+    source = row.get("of") or row["id"].rpartition("-")[0]
+    return int(_digest(source)[:16], 16) < APART * 2**64
 
 
 def _first(rows: Sequence[dict[str, Any]], count: int) -> list[LabelledQuery]:

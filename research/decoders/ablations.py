@@ -134,9 +134,9 @@ def read(plan: Plan, store: Store, signal: Signal, *, whole: bool) -> Features:
         )
     training, validation = split(len(features), VALIDATION)
     return Features(
-        [features[number] for number in training],
-        [features[number] for number in validation],
-        test,
+        training=[features[number] for number in training],
+        validation=[features[number] for number in validation],
+        test=test,
     )
 
 
@@ -147,8 +147,9 @@ def run(ablation: Ablation, features: Features, options: FitOptions) -> Ablation
         if ablation.queries > len(training):
             return None
         training = random.Random("samples").sample(training, ablation.queries)
-    sets = [training, features.validation, features.test]
-    training, validation, test = (first_layers(queries, ablation.layers) for queries in sets)
+    training = first_layers(training, ablation.layers)
+    validation = first_layers(features.validation, ablation.layers)
+    test = first_layers(features.test, ablation.layers)
     layers = range(1, 1 + len(test[0].shifts))
     parameters = 0
     if ablation.method == "oracle":

@@ -151,10 +151,13 @@ def extract(plan: str, output: Path, model: str | None) -> None:
 
 def _with_documents(query: LabelledQuery, places: Sequence[int], *, oracle: bool) -> LabelledQuery:
     """A query with some of its documents; without labels, so that no oracle shift is read."""
-    documents = tuple(query.documents[place] for place in places)
-    if not oracle:
-        documents = tuple(document.model_copy(update={"relevant": False}) for document in documents)
-    return query.model_copy(update={"documents": documents})
+    documents = []
+    for place in places:
+        document = query.documents[place]
+        if not oracle:
+            document = document.model_copy(update={"relevant": False})
+        documents.append(document)
+    return query.model_copy(update={"documents": tuple(documents)})
 
 
 if __name__ == "__main__":

@@ -39,11 +39,12 @@ class PlannedSet(BaseModel, extra="forbid", frozen=True):
         queries = read_labelled(self.file)
         random.Random(f"decoders-{dataset_name(self.file)}").shuffle(queries)
         queries = queries[: self.queries]
-        if self.typo:
-            queries = [
-                query.model_copy(update={"query": with_typo(query.query)}) for query in queries
-            ]
-        return queries
+        if not self.typo:
+            return queries
+        changed = []
+        for query in queries:
+            changed.append(query.model_copy(update={"query": with_typo(query.query)}))
+        return changed
 
 
 class Stage(BaseModel, extra="forbid", frozen=True):

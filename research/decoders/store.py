@@ -125,8 +125,7 @@ def read_part(path: Path) -> QueryFeatures:
 def parts_of(query: LabelledQuery) -> dict[str, list[int]]:
     """Places of the documents of each part; a query with few documents has one part."""
     first = first_places(query)
-    rest = [place for place in range(len(query.documents)) if place not in first]
-    parts = {"first": first, "rest": rest}
+    parts = {"first": first, "rest": sorted(set(range(len(query.documents))) - set(first))}
     return {part: places for part, places in parts.items() if places}
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -79,7 +80,7 @@ class TrainingSets:
     @cached_property
     def held_out(self) -> list[QueryFeatures]:
         """The validation queries of all sets."""
-        return [query for queries in self.validation.values() for query in queries]
+        return list(chain(*self.validation.values()))
 
 
 def read_sets(recipe: DecoderRecipe, store: Store) -> TrainingSets:
@@ -182,7 +183,7 @@ def main(recipe: str, features: Path, output: Path, model: str | None) -> None:
     fitted = train(read, sets, output / "fit")
     projection = half(fitted.projection)
     held_out = score_sets({"weight": projection.weight.detach()}, sets.validation)
-    rows = [query for queries in held_out.values() for query in queries]
+    rows = list(chain(*held_out.values()))
     record = TrainingRecord(
         data=read.sets,
         seed=read.fit.seed,

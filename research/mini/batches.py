@@ -114,16 +114,20 @@ class Batch:
 
 def without_typos(batch: Batch, lists: Sequence[int]) -> tuple[Batch, list[int]]:
     """Some lists of a batch with their queries as they were, and the positions of their texts."""
-    places = sorted(set().union(*(batch.labels[number] for number in lists)))
-    new = {place: at for at, place in enumerate(places)}
-    result = Batch(
-        texts=[batch.texts[place] for place in places],
-        parts=[batch.parts[place] for place in places],
-    )
+    read: set[int] = set()
+    for number in lists:
+        read |= batch.labels[number].keys()
+    places = sorted(read)
+    result = Batch()
+    for place in places:
+        result.texts.append(batch.texts[place])
+        result.parts.append(batch.parts[place])
     for number in lists:
         result.queries.append(batch.clean[number] or batch.queries[number])
-        labels = batch.labels[number]
-        result.labels.append({new[place]: relevant for place, relevant in labels.items()})
+        labels = {}
+        for place, relevant in batch.labels[number].items():
+            labels[places.index(place)] = relevant
+        result.labels.append(labels)
     return result, places
 
 
@@ -163,7 +167,8 @@ class Pool:
         texts: dict[str, None] = {}
         for example in self.training[EVERYDAY]:
             texts[example.query] = None
-            texts |= dict.fromkeys(passage.content() for passage in example.passages)
+            for passage in example.passages:
+                texts[passage.content()] = None
         return list(texts)
 
 
@@ -386,10 +391,13 @@ class Sampler:
 
     def irrelevant(self, example: Example, rng: random.Random) -> list[Passage]:
         """Irrelevant passages: the nearest ones and random ones, by turns."""
-        rest = [p for p in example.passages if not p.relevant]
+        rest = [passage for passage in example.passages if not passage.relevant]
         rng.shuffle(rest)
-        near = {id(p): self.near(example.query, p.content()) or 0.0 for p in rest}
-        hardest = sorted(rest, key=lambda p: -near[id(p)])
+
+        def distance(passage: Passage) -> float:
+            return -(self.near(example.query, passage.content()) or 0.0)
+
+        hardest = sorted(rest, key=distance)
         order: dict[int, Passage] = {}
         for first, second in zip(hardest, rest, strict=True):
             order.setdefault(id(first), first)
@@ -435,7 +443,7 @@ class Sampler:
                 if passage.relevant:
                     passages.setdefault(passage.text, passage)
         for example in examples:
-            own = [p for p in example.passages if p.group == example.group and not p.relevant]
+            own = [passage for passage in example.passages if passage.group == example.group]
             own = self.irrelevant(Example(example.query, own, example.source, example.group), rng)
             for passage in own[: self.config["document_passages"]]:
                 if len(passages) < self.config["document_texts"]:
@@ -505,7 +513,7 @@ class Sampler:
                 length = 0
             parts[-1].append(text)
             length += more
-        return [merged(part) for part in parts]
+        return list(map(merged, parts))
 
 
 @dataclass
@@ -529,10 +537,13 @@ def merged(part: Sequence[Text]) -> Text:
     """Several texts as one."""
     if len(part) == 1:
         return part[0]
+    contents: list[str] = []
     passages: list[str] = []
     groups: set[str] = set()
+    relevant = False
     for text in part:
+        contents.append(text.text)
         passages += text.parts
         groups |= text.groups
-    joined = "\n\n".join(text.text for text in part)
-    return Text(joined, tuple(passages), any(text.relevant for text in part), groups)
+        relevant = relevant or text.relevant
+    return Text("\n\n".join(contents), tuple(passages), relevant, groups)

@@ -56,15 +56,18 @@ def mean_of_groups(values: Mapping[str, float]) -> float:
     groups: dict[bool, list[float]] = {}
     for name, value in values.items():
         groups.setdefault(name in TYPED, []).append(value)
-    return float(np.mean([np.mean(group) for group in groups.values()]))
+    return float(np.mean(list(map(np.mean, groups.values()))))
 
 
 def ranking(rows: Mapping[str, Sequence[Row]], share: float) -> float:
     """Mean nDCG@5 with a share of the shift."""
     values = {}
     for name, of_set in rows.items():
-        answerable = [row for row in of_set if row.relevant.any()]
-        values[name] = np.mean([ndcg(row.scores(share), row.relevant) for row in answerable])
+        of_queries = []
+        for row in of_set:
+            if row.relevant.any():
+                of_queries.append(ndcg(row.scores(share), row.relevant))
+        values[name] = float(np.mean(of_queries))
     return mean_of_groups(values)
 
 
@@ -72,9 +75,11 @@ def choose_rule(rows: Mapping[str, Sequence[Row]], share: float) -> Rule:
     """The best rule of the library; typed and public sets count the same, and so does each set."""
     queries = []
     weights = []
-    names = [name for name in rows if name != NOT_FOR_RULES]
-    typed = [name for name in names if name in TYPED]
-    for name in names:
+    names = rows.keys() - {NOT_FOR_RULES}
+    typed = names & set(TYPED)
+    for name in rows:
+        if name == NOT_FOR_RULES:
+            continue
         sets = len(typed) if name in TYPED else len(names) - len(typed)
         for row in rows[name]:
             queries.append(ScoredQuery(row.scores(share).tolist(), row.relevant.tolist()))
@@ -98,14 +103,15 @@ def export(model: Mini, share: float, rule: Rule, folder: Path, about: dict) -> 
             parameter.copy_(parameter.half().float())
         model.shift_weight *= share
         model.bias -= rule.threshold
-    small = {
-        "projection": model.projection,
-        "shift_weight": model.shift_weight,
-        "agreement": torch.stack([model.pooled_weight, model.token_weight, model.bias]),
+    agreement = torch.stack([model.pooled_weight, model.token_weight, model.bias])
+    tensors = {
+        "projection": model.projection.detach().contiguous(),
+        "shift_weight": model.shift_weight.detach().contiguous(),
+        "agreement": agreement.detach(),
     }
-    encoder = {name: tensor.half().contiguous() for name, tensor in bert_weights(model).items()}
-    small = {name: tensor.detach().contiguous() for name, tensor in small.items()}
-    save_file(encoder | small, folder / "model.safetensors")
+    for name, tensor in bert_weights(model).items():
+        tensors[name] = tensor.half().contiguous()
+    save_file(tensors, folder / "model.safetensors")
     description = asdict(model.shape) | {"read": model.shape.read}
     description |= {"window": model.window, "reach": model.reach}
     description |= {"share": share, "rule": asdict(rule), **about}
@@ -122,10 +128,9 @@ def reference(model: Mini, texts: Texts, folder: Path) -> None:
         places = [batch.text(Text(text, (text,), False, set())) for text in REFERENCE]
         batch.labels.append(dict.fromkeys(places, False))
     output = run(model, texts, batch)
-    cases = [
-        {"query": query, "documents": REFERENCE, "scores": scores.tolist()}
-        for query, scores in zip(QUESTIONS, output.base + output.shift, strict=True)
-    ]
+    cases = []
+    for query, scores in zip(QUESTIONS, output.base + output.shift, strict=True):
+        cases.append({"query": query, "documents": REFERENCE, "scores": scores.tolist()})
     (folder / "reference.json").write_text(json.dumps(cases, indent=1) + "\n", encoding="utf-8")
 
 

@@ -37,13 +37,14 @@ def pack_all(data: Path, manuals: Path | None, teacher: Path, output: Path) -> N
     (output / "teacher").mkdir(parents=True, exist_ok=True)
     pack(Pool.of(data, manuals), output / "pool.json.xz", QUERIES, PASSAGES)
     rows = Teacher(teacher).rows
-    keys = [key_of(text) for text in Pool.of(output / "pool.json.xz").teacher_texts()]
-    keys = [key for key in keys if key in rows]
-    np.savez(
-        output / "teacher" / "0000.npz",
-        keys=np.stack([np.frombuffer(key, dtype=np.uint8) for key in keys]),
-        rows=np.stack([rows[key] for key in keys]),
-    )
+    keys = []
+    rows_of_pool = []
+    for key in map(key_of, Pool.of(output / "pool.json.xz").teacher_texts()):
+        if key in rows:
+            keys.append(np.frombuffer(key, dtype=np.uint8))
+            rows_of_pool.append(rows[key])
+    file = output / "teacher" / "0000.npz"
+    np.savez(file, keys=np.stack(keys), rows=np.stack(rows_of_pool))
 
 
 def split(weights: Path, output: Path) -> None:
@@ -65,8 +66,9 @@ def join(parts: Path, output: Path) -> None:
     """Weights of all parts in fp32."""
     weights = {}
     for path in sorted(parts.glob("part-*.pt")):
-        weights |= torch.load(path, weights_only=True)
-    torch.save({name: tensor.float() for name, tensor in weights.items()}, output)
+        for name, tensor in torch.load(path, weights_only=True).items():
+            weights[name] = tensor.float()
+    torch.save(weights, output)
 
 
 def main() -> None:

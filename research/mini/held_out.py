@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-from batches import EVERYDAY, REAL, Example, example_of
+from batches import EVERYDAY, REAL, Example, Passage, example_of
 from tqdm import tqdm
-from validate import auroc, f1, joined, ndcg, with_typos
+from validate import auroc, f1, joined, means_of, ndcg, with_typos
 
 import data
 from rsrank_rag import RSRank, Rule
@@ -48,9 +48,9 @@ def score(ranker: RSRank, examples: Sequence[Example], name: str) -> Lists:
     """Scores of a set."""
     lists = []
     for example in tqdm(examples, desc=name):
-        scores = ranker.score(example.query, [passage.content() for passage in example.passages])
-        relevant = np.array([passage.relevant for passage in example.passages])
-        lists.append((np.array(scores), relevant))
+        texts = list(map(Passage.content, example.passages))
+        relevant = [passage.relevant for passage in example.passages]
+        lists.append((np.array(ranker.score(example.query, texts)), np.array(relevant)))
     return lists
 
 
@@ -62,8 +62,13 @@ def selection(lists: Lists, rule: Rule) -> dict[str, float]:
         documents a query; ``f1``; ``recall``; ``called relevant``, the share of unanswerable
         queries with a score above the threshold.
     """
-    names = ("lost", "kept", "f1", "recall", "called relevant")
-    figures: dict[str, list[float]] = {name: [] for name in names}
+    figures: dict[str, list[float]] = {
+        "lost": [],
+        "kept": [],
+        "f1": [],
+        "recall": [],
+        "called relevant": [],
+    }
     for scores, relevant in lists:
         selected = np.zeros(len(scores), dtype=bool)
         selected[list(rule.select(scores.tolist()))] = True
@@ -74,7 +79,7 @@ def selection(lists: Lists, rule: Rule) -> dict[str, float]:
             figures["recall"].append((selected & relevant).sum() / relevant.sum())
         else:
             figures["called relevant"].append((scores > rule.threshold).any())
-    return {name: round(float(np.mean(values)), 4) for name, values in figures.items() if values}
+    return means_of(figures, 4)
 
 
 def figures_of(scored: Mapping[str, Lists], native: Rule) -> dict[str, dict]:
@@ -83,21 +88,21 @@ def figures_of(scored: Mapping[str, Lists], native: Rule) -> dict[str, dict]:
     rules = {"rule": native, "zero": Rule(threshold=0.0)}
     for name, lists in scored.items():
         ndcgs = [ndcg(scores, relevant) for scores, relevant in lists if relevant.any()]
-        all_scores = np.concatenate([scores for scores, _ in lists])
-        all_labels = np.concatenate([relevant for _, relevant in lists])
+        scores, labels = map(np.concatenate, zip(*lists, strict=True))
         figures[name] = {
             "queries": len(lists),
             "ndcg@5": round(float(np.mean(ndcgs)), 4),
-            "auroc": round(auroc(all_scores, all_labels), 4),
+            "auroc": round(auroc(scores, labels), 4),
         }
         for label, rule in rules.items():
             figures[name][label] = selection(lists, rule)
     alone = figures[ALONE]["rule"]["recall"]
     together = figures[JOINED]["rule"]["recall"]
     figures[JOINED]["kept as often as alone"] = round(together / alone, 4)
-    public = [name for name in scored if name not in (*TYPED, ALONE, JOINED)]
-    for label, names in (("typed, mean", TYPED), ("public, mean", public)):
-        figures[label] = mean_of([figures[name] for name in names])
+    typed = [figures[name] for name in TYPED]
+    public = [figures[name] for name in scored if name not in (*TYPED, ALONE, JOINED)]
+    figures["typed, mean"] = mean_of(typed)
+    figures["public, mean"] = mean_of(public)
     return figures
 
 

@@ -156,7 +156,7 @@ def unanswered(sets: Scored, tau: float) -> dict[str, dict[str, float]]:
         shares = []
         for query in queries:
             if not any(query.relevant):
-                shares.append(fmean(score > tau for score in query.scores))
+                shares.append(float(np.mean(np.greater(query.scores, tau))))
         if shares:
             figures[name] = {"queries": len(shares), "kept": fmean(shares)}
     return figures
@@ -171,6 +171,7 @@ def short_queries(reranker: Reranker, tau: float) -> dict[str, dict[str, float]]
         ``kept``, documents a query; ``silent``, the share of queries that keep none.
     """
     passages = island("passages")
+    ids = [passage["id"] for passage in passages]
     texts = [f"{passage['title']}\n{passage['text']}" for passage in passages]
     by_kind: dict[str, dict[str, list[str]]] = {"questions": {}, "unanswered": {}}
     for row in island("questions"):
@@ -182,13 +183,10 @@ def short_queries(reranker: Reranker, tau: float) -> dict[str, dict[str, float]]
     for kind, queries in by_kind.items():
         rows = []
         for query, relevant in queries.items():
-            scores = reranker.score(query, texts)
-            best = -math.inf
-            for score, passage in zip(scores, passages, strict=True):
-                if passage["id"] in relevant:
-                    best = max(best, score)
-            kept = sum(score > tau for score in scores)
-            rank = 1 + sum(score > best for score in scores)
+            scores = np.array(reranker.score(query, texts))
+            best = scores.max(where=np.isin(ids, relevant), initial=-math.inf)
+            kept = np.count_nonzero(scores > tau)
+            rank = 1 + np.count_nonzero(scores > best)
             rows.append({"mrr": 1 / rank, "found": best > tau, "kept": kept, "silent": kept == 0})
         figures[kind] = {"queries": len(rows)}
         for part in rows[0]:
@@ -249,10 +247,7 @@ def shift_off(
         for name, suffix in ((model, ""), (str(folder), " without")):
             ranker = RSRank.from_pretrained(name)
             for row, queries in zip(rows, sets.values(), strict=True):
-                answerable = []
-                for query in queries[:count]:
-                    if any(document.relevant for document in query.documents):
-                        answerable.append(query)
+                answerable = list(filter(is_answerable, queries[:count]))
                 scored = score_dataset(ranker, tqdm(answerable, desc=f"{row['dataset']}{suffix}"))
                 measures = summarise(scored, ranker.native_rule)
                 rule = measures["rules"]["in_use"]
@@ -263,11 +258,19 @@ def shift_off(
     return rows
 
 
+def is_answerable(query: LabelledQuery) -> bool:
+    """Whether a document of the query is relevant."""
+    return any(document.relevant for document in query.documents)
+
+
 def is_clear(scored: ScoredQuery) -> bool:
     """Whether rounding can change neither the order of two labels nor a decision at zero."""
+    distances = list(map(abs, scored.scores))
     pairs = sorted(zip(scored.scores, scored.relevant, strict=True))
-    gaps = (b[0] - a[0] for a, b in itertools.pairwise(pairs) if a[1] != b[1])
-    return min(map(abs, scored.scores), default=1.0) > CLEAR and min(gaps, default=1.0) > CLEAR
+    for (low, first), (high, second) in itertools.pairwise(pairs):
+        if first != second:
+            distances.append(high - low)
+    return min(distances, default=1.0) > CLEAR
 
 
 def systems_for(model: str, start: str) -> dict[str, Callable[[], Reranker]]:

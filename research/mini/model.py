@@ -40,20 +40,18 @@ class Layer(nn.Module):
 
     def __init__(self, layer: nn.Module, heads: int) -> None:
         super().__init__()
-        attention, inner = layer.attention, layer.attention.self
-        self.query, self.key, self.value = (
-            copy.deepcopy(m) for m in (inner.query, inner.key, inner.value)
-        )
-        self.out, self.norm = (
-            copy.deepcopy(attention.output.dense),
-            copy.deepcopy(attention.output.LayerNorm),
-        )
-        self.up, self.down = (
-            copy.deepcopy(layer.intermediate.dense),
-            copy.deepcopy(layer.output.dense),
-        )
+        attention = layer.attention
+        inner = attention.self
+        self.query = copy.deepcopy(inner.query)
+        self.key = copy.deepcopy(inner.key)
+        self.value = copy.deepcopy(inner.value)
+        self.out = copy.deepcopy(attention.output.dense)
+        self.norm = copy.deepcopy(attention.output.LayerNorm)
+        self.up = copy.deepcopy(layer.intermediate.dense)
+        self.down = copy.deepcopy(layer.output.dense)
         self.last_norm = copy.deepcopy(layer.output.LayerNorm)
-        self.heads, self.drop = heads, 0.0
+        self.heads = heads
+        self.drop = 0.0
 
     def split(self, x: Tensor) -> Tensor:
         """(N, S, C) as (N, H, S, D)."""
@@ -189,9 +187,8 @@ class Mini(nn.Module):
 
     def document(self, hidden: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Keys and values of a document in the fusion layers, from its states below the first."""
-        return [
-            layer.keys_values(hidden) for layer in self.layers[self.shape.fuse : self.shape.run]
-        ]
+        layers = self.layers[self.shape.fuse : self.shape.run]
+        return [layer.keys_values(hidden) for layer in layers]
 
     def values(
         self, hidden: Tensor, valid: Tensor, documents: list[tuple[Tensor, Tensor]], seen: Tensor
@@ -234,7 +231,7 @@ class Mini(nn.Module):
             alone: Those after the null prefix.
             scored: Which tokens of the query count, (R, T) as float.
         """
-        shifts = [representational_shift(r, a) for r, a in zip(read, alone, strict=True)]
+        shifts = list(map(representational_shift, read, alone))
         terms = shift_terms(torch.stack(shifts, 1), self.projection)
         weights = scored / scored.sum(1, keepdim=True)
         return (terms * weights[:, None, None]).sum(-1)
@@ -265,10 +262,12 @@ def from_artifact(artifact: Path, window: int, reach: int | None = None) -> Mini
 
 def bert_weights(model: Mini) -> dict[str, Tensor]:
     """The encoder's weights under `BertModel`'s names; of the last layer, the value projection."""
-    tensors = {f"embeddings.{name}": tensor for name, tensor in model.embeddings.named_parameters()}
+    tensors = {}
+    for name, tensor in model.embeddings.named_parameters():
+        tensors[f"embeddings.{name}"] = tensor.detach()
     for number, layer in enumerate(model.layers):
         for own, name in BERT_NAMES.items():
             if number < model.shape.run or own == "value":
                 for part, tensor in getattr(layer, own).named_parameters():
-                    tensors[f"encoder.layer.{number}.{name}.{part}"] = tensor
-    return {name: tensor.detach() for name, tensor in tensors.items()}
+                    tensors[f"encoder.layer.{number}.{name}.{part}"] = tensor.detach()
+    return tensors

@@ -67,9 +67,6 @@ def run(model: Mini, texts: Texts, batch: Batch) -> Output:
     """Run all queries and texts of a batch, with gradients unless torch has switched them off."""
     device = model.bias.device
     queries = read_queries(model, texts, batch.queries)
-    lists = []
-    for query, labels in enumerate(batch.labels):
-        lists += [(query, place) for place in labels]
     ids = texts.ids(batch.texts, DOCUMENT_TOKENS)
     bases = []
     shifts = []
@@ -81,8 +78,11 @@ def run(model: Mini, texts: Texts, batch: Batch) -> Output:
         hidden = model.below(entering, valid, 0, model.base, model.reach)
         keys_values = model.document(hidden)
         base = similarity(model, queries, hidden, valid, keys_values[0][1])
-        row_of = {place: row for row, place in enumerate(chunk)}
-        pairs = [(query, row_of[place]) for query, place in lists if place in row_of]
+        pairs = []
+        for query, labels in enumerate(batch.labels):
+            for place in labels:
+                if place in chunk:
+                    pairs.append((query, chunk.index(place)))
         bases.append(base)
         shifts.append(shift_of(model, queries, keys_values, valid, pairs))
         embedded.append(pooled(hidden, valid))

@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from data import EVERYDAY, REAL, SETS
 from research import markdown
 from research.markdown import points, rewritten
@@ -215,11 +217,11 @@ def rules_table(figures: Figures) -> str:
     """What zero keeps of all sets, and what other rules would keep of the same scores."""
     name = next(iter(figures))
     sets = figures[name]["sets"]
-    queries = sum(row["queries"] for row in sets)
+    counts = [row["queries"] for row in sets]
     rows = []
     for rule, label in RULES.items():
-        f1 = sum(row["rules"][rule]["f1"] * row["queries"] for row in sets) / queries
-        kept = sum(row["rules"][rule]["kept"] * row["queries"] for row in sets) / queries
+        f1 = np.average([row["rules"][rule]["f1"] for row in sets], weights=counts)
+        kept = np.average([row["rules"][rule]["kept"] for row in sets], weights=counts)
         lost = lost_answers(figures, name, rule)
         rows.append([label, points(f1), f"{lost:.1f}%", f"{kept:.1f}"])
     return markdown.table(["rule", "F1", "answers lost", "kept per query"], rows)
@@ -246,17 +248,17 @@ def absent_table(figures: Figures) -> str:
     for system, result in figures.items():
         by_set[system] = {row["dataset"]: row for row in result["sets"]}
     seen, unseen = sets_of(figures)
+    rows = [[name] for name in (*seen, *unseen)]
     head = ["set"]
-    head += [f"AUROC {system}" for system in figures]
-    head += [f"false accepts {system}" for system in figures]
-    rows = []
-    for name in (*seen, *unseen):
-        cells = [name]
-        for key, form in (("auroc", "{:.1%}"), ("false_accepts@90", "{:.0%}")):
-            for system in figures:
-                value = by_set[system][name].get(key)
-                cells.append(NOT_MEASURED if value is None else form.format(value))
-        rows.append(cells)
+    for label, key, form in (
+        ("AUROC", "auroc", "{:.1%}"),
+        ("false accepts", "false_accepts@90", "{:.0%}"),
+    ):
+        for system in figures:
+            head.append(f"{label} {system}")
+            for row in rows:
+                value = by_set[system][row[0]].get(key)
+                row.append(NOT_MEASURED if value is None else form.format(value))
     return markdown.table(head, rows)
 
 

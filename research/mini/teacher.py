@@ -83,7 +83,8 @@ def embed_all(texts: Sequence[str], model: Path, folder: Path, device: str) -> N
     tokenizer = AutoTokenizer.from_pretrained(model)
     encoder = AutoModel.from_pretrained(model, dtype=torch.bfloat16).eval().to(device)
     for start in range(0, len(todo), PART):
-        keys, rows = [], []
+        keys = []
+        rows = []
         for batch in batches(todo[start : start + PART]):
             inputs = tokenizer(
                 batch, padding=True, truncation=True, max_length=MOST_TOKENS, return_tensors="pt"
@@ -93,7 +94,8 @@ def embed_all(texts: Sequence[str], model: Path, folder: Path, device: str) -> N
             pooled = functional.normalize((hidden * valid).sum(1) / valid.sum(1), dim=-1)
             scaled = 127 * pooled / pooled.abs().amax(1, keepdim=True)
             rows.append(scaled.round().to(torch.int8).cpu().numpy())
-            keys += [np.frombuffer(key_of(text), dtype=np.uint8) for text in batch]
+            for text in batch:
+                keys.append(np.frombuffer(key_of(text), dtype=np.uint8))
         path = folder / f"{len(done.files) + start // PART:04d}.npz"
         with path.with_suffix(".new").open("wb") as file:
             np.savez(file, keys=np.stack(keys), rows=np.concatenate(rows))

@@ -41,7 +41,7 @@ class Texts:
 
 def padded(ids: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
     """Ids and which of them are none of the padding, both (N, S)."""
-    lengths = [len(row) for row in ids]
+    lengths = list(map(len, ids))
     width = max(lengths)
     rows = [[*row, *[0] * (width - len(row))] for row in ids]
     valid = torch.arange(width) < torch.tensor(lengths)[:, None]

@@ -112,9 +112,7 @@ class Objective:
         queries = []
         for query_text in batch.clean:
             queries.append(None if query_text is None else self.teacher(query_text))
-        passages = []
-        for parts_of_text in batch.parts:
-            passages.append([self.teacher(part) for part in parts_of_text])
+        passages = [list(map(self.teacher, parts_of_text)) for parts_of_text in batch.parts]
         answered = []
         unanswered = []
         count = len(batch.queries)
@@ -168,12 +166,15 @@ class Objective:
     ) -> Tensor:
         """Divergence of an everyday list's similarity from the teacher's order."""
         labels = batch.labels[query]
-        known = [p for p in labels if len(passages[p]) == 1 and passages[p][0] is not None]
+        known = {}
+        for place in labels:
+            if len(passages[place]) == 1 and passages[place][0] is not None:
+                known[place] = passages[place][0]
         if batch.sources[query] != EVERYDAY or target is None or len(known) < 4:
             return torch.zeros((), device=output.base.device)
-        rows = torch.stack([passages[p][0] for p in known])
+        rows = torch.stack(list(known.values()))
         wanted = (rows @ target * self.weights["sharpness"]).softmax(0)
-        return divergence(output.base[query, known], wanted.to(output.base.device))
+        return divergence(output.base[query, list(known)], wanted.to(output.base.device))
 
     def strangers(
         self, batch: Batch, query: int, target: Tensor | None, passages: list[list[Tensor | None]]
@@ -185,7 +186,9 @@ class Objective:
         query's own answer.
         """
         labels = batch.labels[query]
-        groups = set().union(*(batch.groups[place] for place in labels))
+        groups: set[str] = set()
+        for place in labels:
+            groups |= batch.groups[place]
         nearest = -1.0
         if target is not None:
             nearest = greatest_cosine(labels, target, passages)
@@ -200,7 +203,7 @@ class Objective:
                 if batch.sources[query] in DOCUMENTS:
                     continue
                 limit = self.weights["doubtful"] * nearest
-                if max(float(target @ row) for row in rows) > limit:
+                if max(map(float, map(target.dot, rows))) > limit:
                     continue
             strange.append(place)
         return strange
@@ -214,20 +217,21 @@ class Objective:
     ) -> Tensor:
         """Divergence of the pooled cosines of everyday's queries and texts from the teacher's."""
         device = output.base.device
-        of_everyday = [source == EVERYDAY for source in batch.sources]
-        texts = [
-            place
-            for place, rows in enumerate(passages)
-            if EVERYDAY in batch.groups[place] and len(rows) == 1 and rows[0] is not None
-        ]
-        read = [q for q, row in enumerate(queries) if row is not None and of_everyday[q]]
+        texts = {}
+        for place, rows in enumerate(passages):
+            if EVERYDAY in batch.groups[place] and len(rows) == 1 and rows[0] is not None:
+                texts[place] = rows[0]
+        read = {}
+        for number, row in enumerate(queries):
+            if batch.sources[number] == EVERYDAY and row is not None:
+                read[number] = row
         if len(texts) < LEAST_TEXTS or len(read) < 3:
             return torch.zeros((), device=device)
         return cosines_divergence(
-            output.queries[read],
-            output.texts[texts],
-            torch.stack([queries[q] for q in read]).to(device),
-            torch.stack([passages[p][0] for p in texts]).to(device),
+            output.queries[list(read)],
+            output.texts[list(texts)],
+            torch.stack(list(read.values())).to(device),
+            torch.stack(list(texts.values())).to(device),
             self.weights["sharpness"],
         )
 
@@ -261,11 +265,10 @@ def order_of_start(batch: Batch, query: int, row: int, anchor: Anchor, output: O
 
     Joined texts are left out: that model reads them badly.
     """
-    column = {place: at for at, place in enumerate(anchor.texts)}
     known = [place for place in batch.labels[query] if len(batch.parts[place]) == 1]
     if len(known) < 4:
         return torch.zeros((), device=output.base.device)
-    columns = [column[place] for place in known]
+    columns = list(map(anchor.texts.index, known))
     start = anchor.output
     wanted = (start.base[row, columns] + start.shift[row, columns]).softmax(0)
     return divergence(output.base[query, known], wanted)
@@ -337,8 +340,8 @@ class Training:
         model.embeddings.requires_grad_(False)
         for layer in model.layers[model.base :]:
             layer.drop = config["dropout"]
-        self.lower = [p for layer in model.layers[: model.base] for p in layer.parameters()]
-        upper = [p for layer in model.layers[model.base :] for p in layer.parameters()]
+        self.lower = list(model.layers[: model.base].parameters())
+        upper = list(model.layers[model.base :].parameters())
         scalars = [model.pooled_weight, model.token_weight, model.bias]
         groups = [
             {"params": self.lower, "lr": rates["lower"], "weight_decay": 0.01},
@@ -349,8 +352,16 @@ class Training:
         ]
         self.rates = [group["lr"] for group in groups]
         self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98))
-        self.mean = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
+        self.mean = {name: weight.clone() for name, weight in self.trained().items()}
         self.step = 0
+
+    def trained(self) -> dict[str, Tensor]:
+        """The weights that are trained, by name, without gradients."""
+        weights = {}
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad:
+                weights[name] = parameter.detach()
+        return weights
 
     def near(self, query: str, text: str) -> float | None:
         """The teacher's cosine of a query and a passage, if the teacher has read both."""
@@ -392,15 +403,14 @@ class Training:
         self.step += 1
         share_of_old = min(self.config["mean"], (self.step + 1) / (self.step + 10))
         with torch.no_grad():
-            for name, parameter in self.model.named_parameters():
-                if name in self.mean:
-                    self.mean[name].lerp_(parameter, 1 - share_of_old)
+            for name, weight in self.trained().items():
+                self.mean[name].lerp_(weight, 1 - share_of_old)
         return parts
 
     def save(self, path: Path) -> None:
         """Write a checkpoint; the old one stays until the new one is complete."""
         state = {
-            "trained": {n: p.detach() for n, p in self.model.named_parameters() if n in self.mean},
+            "trained": self.trained(),
             "optimizer": self.optimizer.state_dict(),
             "mean": self.mean,
             "step": self.step,
@@ -417,16 +427,11 @@ class Training:
         self.mean, self.step = state["mean"], state["step"]
         torch.set_rng_state(state["random"].cpu())
 
-    def averaged(self) -> dict[str, Tensor]:
-        """Put the running mean into the model; the weights that were there."""
-        own = {n: p.detach().clone() for n, p in self.model.named_parameters() if n in self.mean}
+    def validate(self, validation: Validation, folder: Path) -> None:
+        """Measure the running mean, and write it to a file."""
+        own = {name: weight.clone() for name, weight in self.trained().items()}
         self.model.load_state_dict(self.mean, strict=False)
         self.model.eval()
-        return own
-
-    def validate(self, validation: Validation, folder: Path) -> None:
-        """Measure the running mean, and keep it."""
-        own = self.averaged()
         figures = validation.figures(self.model, self.texts)
         line = json.dumps({"step": self.step, **figures})
         print(line, flush=True)
@@ -448,10 +453,9 @@ class Training:
         while self.step < self.steps and time.monotonic() - started < 60 * minutes:
             recent.append(self.update())
             if self.step % 10 == 0 or self.steps <= 10:
-                mean = {n: sum(parts[n] for parts in recent) / len(recent) for n in recent[0]}
-                line = {n: round(value, 3) for n, value in mean.items()}
-                seconds = (time.monotonic() - started) / max(1, len(recent))
-                line = {"step": self.step, "minutes": round(seconds * len(recent) / 60, 1), **line}
+                line = {"step": self.step, "minutes": round((time.monotonic() - started) / 60, 1)}
+                for name in recent[0]:
+                    line[name] = round(sum(parts[name] for parts in recent) / len(recent), 3)
                 print(json.dumps(line), flush=True)
                 with (folder / "log.jsonl").open("a", encoding="utf-8") as log:
                     log.write(json.dumps(line) + "\n")

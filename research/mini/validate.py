@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -106,14 +106,13 @@ def joined(examples: Sequence[Example], count: int) -> list[Example]:
     texts = []
     for at in range(total):
         group = [answers[(at + 7 * k) % total][1] for k in range(count)]
-        members.append(group)
-        texts.append("\n\n".join(passage.content() for passage in group))
+        members.append(set(map(id, group)))
+        texts.append("\n\n".join(map(Passage.content, group)))
     result = []
     for at, (example, own) in enumerate(answers):
         without = []
-        for number, group in enumerate(members):
-            is_member = any(passage is own for passage in group)
-            if not is_member and own.text not in texts[number]:
+        for number, text in enumerate(texts):
+            if id(own) not in members[number] and own.text not in text:
                 without.append(number)
         passages = [Passage(texts[at], "", True, "joined")]
         for other in rng.sample(without, 6):
@@ -173,12 +172,16 @@ def auroc(scores: np.ndarray, relevant: np.ndarray) -> float:
     return float(below.mean() / max(1, (~relevant).sum()))
 
 
+def together(rows: Sequence[Row]) -> tuple[np.ndarray, np.ndarray]:
+    """Scores and relevance of the texts of all queries."""
+    scores = np.concatenate([row.scores() for row in rows])
+    return scores, np.concatenate([row.relevant for row in rows])
+
+
 def summary(rows: Sequence[Row]) -> dict[str, float]:
     """Ranking with the shift and without it, and selection at zero."""
-    scores = np.concatenate([row.scores() for row in rows])
-    relevant = np.concatenate([row.relevant for row in rows])
     values: dict[str, list[float]] = {name: [] for name in FIGURES}
-    values["auroc"] = [auroc(scores, relevant)]
+    values["auroc"] = [auroc(*together(rows))]
     for row in rows:
         selected = row.scores() > 0
         values["f1"].append(100 * f1(selected, row.relevant))
@@ -190,13 +193,21 @@ def summary(rows: Sequence[Row]) -> dict[str, float]:
             values["lost"].append(not selected[row.relevant].any())
         else:
             values["answered anyway"].append(selected.any())
-    return {name: round(float(np.mean(numbers)), 3) for name, numbers in values.items() if numbers}
+    return means_of(values, 3)
+
+
+def means_of(values: Mapping[str, Sequence[float]], digits: int) -> dict[str, float]:
+    """The rounded mean of each figure that has values."""
+    means = {}
+    for name, numbers in values.items():
+        if numbers:
+            means[name] = round(float(np.mean(numbers)), digits)
+    return means
 
 
 def joined_figures(rows: Sequence[Row]) -> dict[str, float]:
     """How well scores tell answers from other texts, and how many answers are kept at zero."""
-    scores = np.concatenate([row.scores() for row in rows])
-    relevant = np.concatenate([row.relevant for row in rows])
+    scores, relevant = together(rows)
     return {
         "auroc": round(auroc(scores, relevant), 3),
         "kept": round(float((scores[relevant] > 0).mean()), 3),

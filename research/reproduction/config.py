@@ -131,11 +131,9 @@ class Reproduction(BaseModel, extra="forbid", frozen=True):
 
 def _check_titles(kind: str, titles: list[str], source: str) -> None:
     """Raise InputError if two systems or sets have the same title."""
-    duplicates = sorted({title for title in titles if titles.count(title) > 1})
-    if duplicates:
-        raise InputError(
-            f"{source} has two {kind} called {duplicates[0]!r}. Give one of them a label."
-        )
+    for title in sorted(titles):
+        if titles.count(title) > 1:
+            raise InputError(f"{source} has two {kind} called {title!r}. Give one of them a label.")
 
 
 def files_in(places: Iterable[str | Path]) -> list[Path]:

@@ -190,8 +190,11 @@ class _StoredScores(Record):
 
     def scored(self, queries: Sequence[LabelledQuery]) -> list[ScoredQuery]:
         """The scores with the queries' labels."""
-        labels = ([document.relevant for document in query.documents] for query in queries)
-        return list(map(ScoredQuery, self.scores, labels))
+        scored = []
+        for query, scores in zip(queries, self.scores, strict=True):
+            labels = [document.relevant for document in query.documents]
+            scored.append(ScoredQuery(scores, labels))
+        return scored
 
 
 def _measured(

@@ -99,9 +99,9 @@ class Batched(Reranker):
         try:
             for batch in batches:
                 with batches.attempt():
-                    rows = [torch.tensor(row) for row in batch]
+                    rows = list(map(torch.tensor, batch))
                     ids = pad_sequence(rows, batch_first=True, padding_value=self.padding)
-                    mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+                    mask = pad_sequence(list(map(torch.ones_like, rows)), batch_first=True)
                     results = compute(ids.to(self.model.device), mask.to(self.model.device))
                     outputs.update(zip(batch, results, strict=True))
         except DoesNotFitError as error:
@@ -161,7 +161,9 @@ class AnswerHead(nn.Linear):
             head.in_features, len(tokens), bias=head.bias is not None, device=head.weight.device
         )
         rows = list(tokens)
-        self.load_state_dict({name: part[rows].float() for name, part in head.state_dict().items()})
+        self.weight.data = head.weight.data[rows].float()
+        if head.bias is not None:
+            self.bias.data = head.bias.data[rows].float()
         self.requires_grad_(False)
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -213,7 +215,8 @@ class AnswerOdds(Batched):
                 f"{model.name_or_path!r} is no {type(self).__name__}: {problem}. It must be one of "
                 f"the checkpoints that answer {answers[1]!r} or {answers[0]!r}."
             )
-        model.set_output_embeddings(AnswerHead(head, [vocabulary[answer] for answer in answers]))
+        tokens = [vocabulary[answer] for answer in answers]
+        model.set_output_embeddings(AnswerHead(head, tokens))
 
     @abstractmethod
     def opening(self, query: str) -> str:
