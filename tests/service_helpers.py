@@ -1,5 +1,6 @@
 """Rerankers, and the HTTP service around them, for tests."""
 
+import asyncio
 import os
 import socket
 import threading
@@ -7,6 +8,7 @@ import time
 from contextlib import asynccontextmanager, contextmanager, suppress
 
 import httpx
+from prometheus_client.parser import text_string_to_metric_families
 
 from rsrank_rag import Reranker
 from rsrank_rag.errors import InputError, ScoringError
@@ -93,6 +95,48 @@ def in_thread(make, name="fake", **options):
 
 def scheduler(reranker, **limits):
     return in_thread(lambda: reranker, **limits)
+
+
+JSON = {"content-type": "application/json"}
+RERANK = {"query": "q", "documents": ["3", "1", "2"]}
+
+
+def serving(reranker=None, **settings):
+    """An HTTP client of a service around a reranker."""
+    return client_of(scheduler(reranker or Numbers()), **settings)
+
+
+def scope_of(body=b"", size=None):
+    """What ASGI says of a request to rank."""
+    size = len(body) if size is None else size
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % size)]
+    scope = {"type": "http", "method": "POST", "path": "/v1/rerank", "query_string": b""}
+    return {**scope, "headers": headers}
+
+
+def metrics(text):
+    """The numbers of /metrics by their name and labels."""
+    numbers = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            numbers[(sample.name, *sorted(sample.labels.items()))] = sample.value
+    return numbers
+
+
+async def until(condition):
+    """Wait in an event loop until something is true."""
+    ends = time.monotonic() + 120  # far beyond what a loaded machine takes to start a process
+    while not condition():
+        assert time.monotonic() < ends, "it never came true"
+        await asyncio.sleep(0.005)
+
+
+def wait_until(condition):
+    """Wait in a thread until something is true."""
+    ends = time.monotonic() + 300  # a test that fails must end
+    while not condition():
+        assert time.monotonic() < ends, "it never came true"
+        time.sleep(0.02)
 
 
 @asynccontextmanager

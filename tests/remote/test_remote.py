@@ -32,6 +32,7 @@ from rsrank_rag.reranker import Pair
 
 QUERY = "when was the bridge opened"
 DOCUMENTS = ["the bridge was opened in 1932", "frost", "when it was opened", "", "the bridge"]
+EXPECTED = Overlap().rank(QUERY, DOCUMENTS)
 SECRET = "sk-very-secret"
 MISSING = "This service needs an API key."
 
@@ -42,14 +43,13 @@ def address(service):
 
 
 @contextmanager
-def serving(reranker, limits=None, **settings):
-    """`rsrank serve` itself, around a fake; gives its address and its queue."""
+def serving(reranker, **settings):
+    """`rsrank serve` itself, around a fake; gives its address."""
     app = pytest.importorskip("rsrank_rag.service.app", exc_type=ImportError)
-    from service_helpers import in_thread
+    from service_helpers import scheduler
 
-    queue = in_thread(lambda: reranker, **(limits or {}))
-    with listening(app.create_app(queue, app.Settings(**settings))) as address:
-        yield address, queue
+    with listening(app.create_app(scheduler(reranker), app.Settings(**settings))) as address:
+        yield address
 
 
 class TwoWords(Overlap):
@@ -66,7 +66,7 @@ class TwoWords(Overlap):
 
 
 def test_a_query_that_is_too_long_is_cut_by_the_service_which_says_so():
-    with serving(TwoWords()) as (address, _):
+    with serving(TwoWords()) as address:
         remote = RemoteReranker(address)
         for options in ({}, {"extract": "sentences"}):
             result = remote.rank("when is it opened", DOCUMENTS, threshold=None, **options)
@@ -89,20 +89,18 @@ class InWindows(Overlap):
 
 
 def test_long_documents_are_read_by_default_as_the_services_model_reads_them_at_home():
-    documents = [
-        f"{'It rained. ' * 20}The bridge was opened in 1932. {'It snowed. ' * 20}",
-        "frost",
-    ]
-    with serving(InWindows()) as (address, _):
+    long = f"{'It rained. ' * 20}The bridge was opened in 1932. {'It snowed. ' * 20}"
+    documents = [long, "frost"]
+    with serving(InWindows()) as address:
         for options in ({}, {"long_documents": "cut"}, {"long_documents": "windows"}):
-            found = RemoteReranker(address).rank(QUERY, documents, **options)
-            assert found == InWindows().rank(QUERY, documents, **options)
-            assert len(found.kept) == (options.get("long_documents") != "cut")
+            result = RemoteReranker(address).rank(QUERY, documents, **options)
+            assert result == InWindows().rank(QUERY, documents, **options)
+            assert len(result.kept) == (options.get("long_documents") != "cut")
 
 
 @pytest.fixture(scope="module")
 def served():
-    with serving(Overlap()) as (address, _):
+    with serving(Overlap()) as address:
         yield address
 
 
@@ -150,30 +148,28 @@ def test_a_remote_rank_is_the_local_one(running_service, served, kind, query, do
         assert asyncio.run(reranker.arank(query, documents, **limits)) == expected
         assert reranker.score(query, documents) == [s.score for s in Overlap().score_pairs(pairs)]
     else:
-        found = reranker.rank(query, documents, threshold=None)
-        assert sorted(document.text for document in found.kept) == sorted(documents)
+        result = reranker.rank(query, documents, threshold=None)
+        assert sorted(document.text for document in result.kept) == sorted(documents)
 
 
 @both_ways
 async def test_the_native_threshold_is_that_of_the_services_model(service, address, asynchronous):
     for threshold in (1.5, None):
         service.threshold = threshold
-        found = await rank(RemoteReranker(address), asynchronous)
-        assert found.threshold == threshold
-        assert len(found.kept) == (2 if threshold else len(DOCUMENTS))
-        assert (
-            await rank(RemoteReranker(address), asynchronous, documents=[])
-        ).threshold == threshold
+        result = await rank(RemoteReranker(address), asynchronous)
+        assert result.threshold == threshold
+        assert len(result.kept) == (2 if threshold else len(DOCUMENTS))
+        nothing = await rank(RemoteReranker(address), asynchronous, documents=[])
+        assert nothing.threshold == threshold
         assert RemoteReranker(address).threshold == threshold
 
 
 def test_rows_are_read_by_their_number_and_say_what_was_cut(service, address):
     service.script += [lambda answer: {**answer, "results": answer["results"][::-1]}]
-    found = RemoteReranker(address).rank(
-        QUERY, ["frost", "the bridge was opened...", "bridge"], threshold=None
-    )
-    assert [(d.index, d.truncated) for d in found.kept] == [(1, True), (2, False), (0, False)]
-    assert type(found.kept[0].score) is float
+    documents = ["frost", "the bridge was opened...", "bridge"]
+    result = RemoteReranker(address).rank(QUERY, documents, threshold=None)
+    assert [(d.index, d.truncated) for d in result.kept] == [(1, True), (2, False), (0, False)]
+    assert type(result.kept[0].score) is float
 
 
 def test_pairs_of_several_queries_are_scored_as_at_home(address):
@@ -185,13 +181,8 @@ def test_pairs_of_several_queries_are_scored_as_at_home(address):
 async def test_all_scores_are_asked_for_raw_whatever_the_services_settings(
     service, address, asynchronous
 ):
-    await rank(
-        RemoteReranker(address),
-        asynchronous,
-        documents=["a\ud83d\ude00", "b\ud800"],
-        threshold=1.0,
-        top_n=1,
-    )
+    documents = ["a\ud83d\ude00", "b\ud800"]
+    await rank(RemoteReranker(address), asynchronous, documents=documents, threshold=1.0, top_n=1)
     (body,) = service.seen
     assert (body["query"], body["documents"]) == (QUERY, ["a\ufffd\ufffd", "b\ufffd"])
     assert (body["threshold"], body["normalize"]) == (None, False)
@@ -203,12 +194,9 @@ async def test_a_model_can_be_asked_for_by_name_and_another_one_is_not_taken(
 ):
     await rank(RemoteReranker(address, model="overlap"), asynchronous)
     assert service.seen[-1]["model"] == "overlap"
-    for asked in (
-        rank(RemoteReranker(address, model="large"), asynchronous, documents=documents)
-        for documents in ([], DOCUMENTS)
-    ):
+    for documents in ([], DOCUMENTS):
         with pytest.raises(RemoteError, match=r"'large' was requested, and .* holds 'overlap'"):
-            await asked
+            await rank(RemoteReranker(address, model="large"), asynchronous, documents=documents)
 
 
 @both_ways
@@ -237,24 +225,16 @@ async def test_what_makes_no_sense_is_not_sent(
 def test_the_address_may_end_as_other_clients_want_it(address, ending):
     assert RemoteReranker(address + ending).base_url == address
     assert RemoteReranker(address + ending).score("a", ["a"]) == [0.0]
-    assert RemoteReranker("https://gate/way" + ending).base_url == "https://gate/way"
+    assert RemoteReranker("https://host/path" + ending).base_url == "https://gate/way"
 
 
 @pytest.mark.parametrize(
     "wrong",
     [
-        "localhost:8000",
-        "",
-        "ftp://host",
-        "http://",
-        "http://user:pass@host",
-        "http://host?key=pass",
-        "http://host#pass",
-        "http://host:port",
-        "http://..",
-        None,
+        None, "", "localhost:8000", "ftp://host", "http://", "http://host:port", "http://..",
+        "http://user:pass@host", "http://host?key=pass", "http://host#pass",
     ],
-)
+)  # fmt: skip
 def test_what_is_no_address_is_refused_and_no_password_repeated(wrong):
     with pytest.raises(InputError, match="base_url must") as caught:
         RemoteReranker(wrong)
@@ -301,16 +281,10 @@ def test_the_key_is_never_shown_pickled_or_logged(service, address, caplog, hurr
     service.script += [(503, {"message": "Busy."}), (500, {"message": "Broken."})]
     with caplog.at_level(logging.DEBUG), pytest.raises(RSRankError) as caught:
         reranker.rank(QUERY, DOCUMENTS)
-    shown = [
-        repr(reranker),
-        str(reranker),
-        str(vars(reranker)),
-        repr(caught.value),
-        str(caught.value.args),
-    ]
+    shown = f"{reranker} {vars(reranker)} {caught.value!r} {caught.value.args} {caplog.text}"
     assert len(caplog.messages) > 1
-    assert not any(SECRET in text for text in (*shown, *caplog.messages, caplog.text))
-    assert not any("1932" in text for text in (*shown, *caplog.messages))
+    assert SECRET not in shown
+    assert "1932" not in shown
     assert SECRET.encode() not in pickle.dumps(reranker)
     for copied in (copy.copy(reranker), copy.deepcopy(reranker)):
         copied.score("a", ["a"])
@@ -334,10 +308,7 @@ def test_a_key_that_cannot_be_sent_is_refused_without_being_shown(key, monkeypat
 async def test_redirects_are_not_followed(service, address, asynchronous):
     with talking() as (elsewhere, heard):
         service.script += [(307, {}, {"Location": f"{elsewhere}/v1/rerank"})]
-        with pytest.raises(
-            RemoteError,
-            match=r"answered 307\. Check base_url",
-        ):
+        with pytest.raises(RemoteError, match=r"answered 307\. Check base_url"):
             await rank(RemoteReranker(address, api_key=SECRET), asynchronous)
         assert heard == []
     assert len(service.seen) == 1
@@ -350,9 +321,7 @@ async def test_redirects_are_not_followed(service, address, asynchronous):
 @pytest.mark.parametrize("status", [429, 502, 503])
 async def test_a_busy_service_is_asked_again(service, address, asynchronous, status, hurried):
     service.script += [(status, {"message": "Busy."})] * 2
-    assert await rank(RemoteReranker(address, max_retries=2), asynchronous) == Overlap().rank(
-        QUERY, DOCUMENTS
-    )
+    assert await rank(RemoteReranker(address, max_retries=2), asynchronous) == EXPECTED
     assert len(service.seen) == 3
     assert service.seen[0] == service.seen[2]
 
@@ -364,11 +333,7 @@ async def test_after_the_last_try_the_services_own_words_are_the_error(
     service.script += [(429, {"message": "40 documents are waiting."}, {"Retry-After": "0"})] * 3
     with pytest.raises(RemoteError, match=r"answered 429: 40 documents are waiting\.$") as caught:
         await rank(RemoteReranker(address, max_retries=2), asynchronous)
-    assert (caught.value.status, caught.value.transient, caught.value.retry_after) == (
-        429,
-        True,
-        0,
-    )
+    assert (caught.value.status, caught.value.transient, caught.value.retry_after) == (429, True, 0)
     again = pickle.loads(pickle.dumps(caught.value))
     assert (str(again), vars(again)) == (str(caught.value), vars(caught.value))
     assert len(service.seen) == 3
@@ -438,21 +403,9 @@ async def test_other_failures_of_the_service_are_not_tried_again(
 @pytest.mark.parametrize(
     ("status", "body", "message"),
     [
-        (
-            400,
-            {"message": "The body is not JSON."},
-            r"answered 400: The body is not JSON\.$",
-        ),
-        (
-            404,
-            b"<html>",
-            r"answered 404\. Check base_url",
-        ),
-        (
-            413,
-            {"message": "1,001 documents; a request may have 1,000."},
-            r"answered 413: 1,001 documents;",
-        ),
+        (400, {"message": "The body is not JSON."}, r"answered 400: The body is not JSON\.$"),
+        (404, b"<html>", r"answered 404\. Check base_url"),
+        (413, {"message": "1,001 documents, may have 1,000."}, r"answered 413: 1,001 documents,"),
         (422, {"message": "The query has no tokens"}, r"answered 422: The query has no tokens\.$"),
         (422, {"detail": [{"input": "1932"}]}, r"answered 422\.$"),
         (418, b"[" * 100_000, r"answered 418\.$"),
@@ -475,9 +428,8 @@ async def test_what_takes_too_long_ends_with_the_timeout_and_is_not_asked_again(
     service.script += [3600]
     with pytest.raises(RemoteError, match=r"did not answer in 0\.3 seconds\. Raise timeout"):
         await rank(RemoteReranker(address, timeout=0.3), asynchronous)
-    await until(
-        lambda: service.left == 1
-    )  # the service is told, long before it would have answered
+    # The service hears of it long before it would have answered.
+    await until(lambda: service.left == 1)
     assert len(service.seen) == 1
 
 
@@ -497,9 +449,7 @@ async def test_a_lost_connection_is_tried_again(asynchronous, cut, hurried):
     answer = json.dumps(Service().rows({"query": QUERY, "documents": DOCUMENTS})).encode()
     whole = b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(answer)
     with talking(cut, [whole + answer]) as (elsewhere, heard):
-        assert await rank(RemoteReranker(elsewhere), asynchronous) == Overlap().rank(
-            QUERY, DOCUMENTS
-        )
+        assert await rank(RemoteReranker(elsewhere), asynchronous) == EXPECTED
         assert len(heard) == 2
     with talking(*[cut] * 2) as (elsewhere, heard):
         with pytest.raises(RemoteError, match=r"could not be reached") as caught:
@@ -587,18 +537,6 @@ async def test_a_document_without_a_finite_score_is_named(service, address, asyn
     assert caught.value.index == 2
 
 
-@both_ways
-async def test_a_document_that_the_service_could_not_score_is_named(service, address, asynchronous):
-    refused = {
-        "message": "Document 1 scored nan.",
-        "documents": [{"index": 1, "message": "scored nan."}],
-    }
-    service.script += [(422, refused)]
-    with pytest.raises(ScoringError, match=r"^Document 1 scored nan\.$") as caught:
-        await rank(RemoteReranker(address), asynchronous)
-    assert caught.value.index == 1
-
-
 # Ready or not
 
 
@@ -625,58 +563,37 @@ def test_warming_up_waits_for_the_service_and_takes_the_key(service, address, hu
 
 
 class Numbers(Reranker):
-    """A document's score is the number it starts with; calls wait for ``open``."""
+    """A document's score is the number it starts with."""
 
     threshold = 1.0
 
-    def __init__(self):
-        self.calls = 0
-        self.open = threading.Event()
-        self.open.set()
-
     def score(self, query, documents):
-        self.calls += 1
-        self.open.wait(120)  # a test that fails must end
         return [float(text.split()[0]) for text in documents]
 
 
 @both_ways
 async def test_a_service_that_drops_and_normalises_by_itself_still_gives_all_and_raw(asynchronous):
-    with serving(Numbers(), drop=True, normalize=True) as (address, _):
-        for limits in (
-            {},
-            {"threshold": None},
-            {"threshold": -2.5, "top_n": 2},
-            {"threshold": 9, "fallback": Fallback(1, 9)},
-        ):
-            found = await rank(
-                RemoteReranker(address), asynchronous, "q", ["1.5 a", "-2", "1", " 7"], **limits
-            )
-            assert found == Numbers().rank("q", ["1.5 a", "-2", "1", " 7"], **limits)
+    documents = ["1.5 a", "-2", "1", " 7"]
+    weak = {"threshold": 9, "fallback": Fallback(1, 9)}
+    with serving(Numbers(), drop=True, normalize=True) as address:
+        for limits in ({}, {"threshold": None}, {"threshold": -2.5, "top_n": 2}, weak):
+            actual = await rank(RemoteReranker(address), asynchronous, "q", documents, **limits)
+            assert actual == Numbers().rank("q", documents, **limits)
 
 
 @both_ways
 async def test_the_services_refusals_are_our_errors(asynchronous, monkeypatch):
     monkeypatch.delenv("RSRANK_API_KEY", raising=False)
-    with serving(Numbers(), api_keys=(SECRET,), max_documents=3) as (
-        address,
-        _,
-    ):
+    with serving(Numbers(), api_keys=(SECRET,), max_documents=3) as address:
         keyed = RemoteReranker(address, api_key=SECRET)
         keyed.warm_up()
         assert keyed.threshold == 1.0
-        with pytest.raises(
-            InputError, match=r"answered 401: This service needs an API key.* the key in api_key"
-        ):
+        with pytest.raises(InputError, match=rf"answered 401: {MISSING}.* the key in api_key"):
             await rank(RemoteReranker(address), asynchronous)
         with pytest.raises(InputError, match=r"answered 413: The request has 4 documents; it may"):
             await rank(keyed, asynchronous, "q", ["1"] * 4)
         with pytest.raises(InputError, match=r"answered 400: .*query: String should have at most"):
             await rank(keyed, asynchronous, "q" * 10_001, ["1"])
-        with pytest.raises(RemoteError, match=r"'large' was requested, and .* holds 'fake'"):
-            await rank(
-                RemoteReranker(address, model="large", api_key=SECRET), asynchronous, "q", ["1"]
-            )
         for documents in (["1", "nan", "2"], ["3", "inf"], ["3", "nan", "inf"]):
             with pytest.raises(ScoringError, match=r"^Document 1 scored (nan|inf)") as caught:
                 await rank(keyed, asynchronous, "q", documents)
@@ -687,59 +604,16 @@ async def test_the_services_refusals_are_our_errors(asynchronous, monkeypatch):
         with pytest.raises(RemoteError, match=r"answered 500: .*made the model fail") as caught:
             await rank(keyed, asynchronous, "q", ["no number"])
         assert "no number" not in str(caught.value)
+        elsewhere = RemoteReranker(address + "/elsewhere", api_key=SECRET)
         with pytest.raises(InputError, match=r"answered 404: Not Found\. Check base_url"):
-            await rank(
-                RemoteReranker(address + "/elsewhere", api_key=SECRET), asynchronous, "q", ["1"]
-            )
-
-
-@pytest.mark.slow
-@both_ways
-async def test_a_full_queue_is_waited_for_and_a_deadline_is_not_tried_again(asynchronous):
-    model = Numbers()
-    with serving(model, {"queue_tokens": 4}) as (address, queue):
-        model.open.clear()
-        first, second, third = (
-            asyncio.create_task(RemoteReranker(address).arank("q", ["1"])) for _ in range(3)
-        )
-        await until(lambda: queue.stats()["waiting_documents"] == 2)
-        await asyncio.sleep(0.1)
-        assert queue.stats()["waiting_documents"] == 2
-        model.open.set()
-        assert {len((await call).dropped) for call in (first, second, third)} == {1}
-    with serving(model, timeout=5.0) as (
-        address,
-        queue,
-    ):  # a loaded machine takes its time to read the body
-        model.open.clear()
-        with pytest.raises(RemoteError, match=r"answered 504: There was no answer in") as caught:
-            await rank(RemoteReranker(address), asynchronous, "q", ["1"])
-        assert (caught.value.status, caught.value.transient) == (504, False)
-        model.open.set()
-
-
-async def test_a_cancelled_call_leaves_the_services_queue():
-    model = Numbers()
-    with serving(model) as (address, queue):
-        model.open.clear()
-        busy = asyncio.create_task(RemoteReranker(address).arank("q", ["1"]))
-        await until(lambda: model.calls)  # it is being scored, so that the next has to wait
-        waiting = asyncio.create_task(RemoteReranker(address).arank("q", ["2"]))
-        await until(lambda: queue.stats()["waiting_documents"] == 2)
-        waiting.cancel()
-        busy.cancel()
-        await until(lambda: queue.stats()["waiting_documents"] == 0)
-        model.open.set()
-        left = await asyncio.gather(busy, waiting, return_exceptions=True)
-        assert [type(found) for found in left] == [asyncio.CancelledError] * 2
-        assert model.calls == 1
+            await rank(elsewhere, asynchronous, "q", ["1"])
 
 
 # Loops, threads, processes
 
 
-async def until(done, seconds=60.0):
-    for _ in range(int(seconds / 0.02)):
+async def until(done):
+    for _ in range(3000):
         if done():
             return
         await asyncio.sleep(0.02)
@@ -756,7 +630,7 @@ async def test_a_cancelled_call_closes_its_request(service, address):
         await call
     await until(lambda: service.left == 1)
     assert service.left == 1
-    assert await reranker.arank(QUERY, DOCUMENTS) == Overlap().rank(QUERY, DOCUMENTS)
+    assert await reranker.arank(QUERY, DOCUMENTS) == EXPECTED
 
 
 async def test_64_calls_at_once_are_all_answered_beside_each_other_and_none_in_a_thread(
@@ -767,10 +641,9 @@ async def test_64_calls_at_once_are_all_answered_beside_each_other_and_none_in_a
     service.together = 64  # nobody is answered before all have asked
     threads, most = threading.active_count(), 0
     batches = [[f"{text} {number}" for text in DOCUMENTS] for number in range(64)]
-    calls = [
-        asyncio.create_task(reranker.arank(f"{QUERY} {i}", texts))
-        for i, texts in enumerate(batches)
-    ]
+    calls = []
+    for number, texts in enumerate(batches):
+        calls.append(asyncio.create_task(reranker.arank(f"{QUERY} {number}", texts)))
     while not all(call.done() for call in calls):
         most = max(most, threading.active_count())
         await asyncio.sleep(0.01)
@@ -792,9 +665,8 @@ async def test_the_event_loop_stays_free_while_a_service_thinks_and_between_two_
     async def heartbeat():
         while True:
             seen.append(len(service.seen))
-            if (
-                seen.count(3) > 5
-            ):  # the second try is there: it is answered because this loop goes on
+            # The second try is there: it is answered because this loop goes on.
+            if seen.count(3) > 5:
                 thought.set()
             await asyncio.sleep(0.005)
 
@@ -831,25 +703,22 @@ def test_one_reranker_serves_loops_one_after_another(service, address, lasting):
     reranker = RemoteReranker(address)
     for _ in range(3):
         loop = asyncio.new_event_loop()  # which ends without a word to anybody
-        assert loop.run_until_complete(reranker.arank(QUERY, DOCUMENTS)) == Overlap().rank(
-            QUERY, DOCUMENTS
-        )
+        assert loop.run_until_complete(reranker.arank(QUERY, DOCUMENTS)) == EXPECTED
         loop.close()
     assert len(service.peers) == 1
 
 
 def test_one_reranker_serves_threads_and_loops_at_once(service, address):
     reranker = RemoteReranker(address)
-    expected, found = Overlap().rank(QUERY, DOCUMENTS), []
+    results = []
 
     def blocking():
-        found.append(reranker.rank(QUERY, DOCUMENTS))
+        results.append(reranker.rank(QUERY, DOCUMENTS))
 
     def looping():
         async def several():
-            found.extend(
-                await asyncio.gather(*(reranker.arank(QUERY, DOCUMENTS) for _ in range(4)))
-            )
+            calls = [reranker.arank(QUERY, DOCUMENTS) for _ in range(4)]
+            results.extend(await asyncio.gather(*calls))
 
         asyncio.run(several())
 
@@ -858,30 +727,29 @@ def test_one_reranker_serves_threads_and_loops_at_once(service, address):
         thread.start()
     for thread in threads:
         thread.join(120)
-    assert found == [expected] * 20
+    assert results == [EXPECTED] * 20
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_forked_process_opens_its_own_connections(service, address):
     reranker = RemoteReranker(address)
-    expected = reranker.rank(QUERY, DOCUMENTS)
+    reranker.rank(QUERY, DOCUMENTS)
     before = set(service.peers)
     context = multiprocessing.get_context("fork")
     answers = context.SimpleQueue()
 
     def child():
-        answers.put(
-            (reranker.rank(QUERY, DOCUMENTS), asyncio.run(reranker.arank(QUERY, DOCUMENTS)))
-        )
+        in_loop = asyncio.run(reranker.arank(QUERY, DOCUMENTS))
+        answers.put((reranker.rank(QUERY, DOCUMENTS), in_loop))
 
     process = context.Process(target=child)
     process.start()
     process.join(120)
     assert process.exitcode == 0
-    assert answers.get() == (expected, expected)
+    assert answers.get() == (EXPECTED, EXPECTED)
     assert service.peers - before  # the child's
-    assert reranker.rank(QUERY, DOCUMENTS) == expected
+    assert reranker.rank(QUERY, DOCUMENTS) == EXPECTED
 
 
 # Without torch
@@ -908,7 +776,3 @@ def test_a_fresh_interpreter_asks_a_service_without_torch_and_without_httpx2(add
         [sys.executable, "-c", FRESH, address, missing], capture_output=True, text=True, check=True
     )
     assert json.loads(done.stdout) == [["a b c", "a b"], []]
-
-
-def test_it_is_a_reranker():
-    assert isinstance(RemoteReranker("http://localhost"), Reranker)

@@ -42,14 +42,6 @@ def test_the_best_threshold_equals_an_exhaustive_search(queries):
     )
 
 
-@settings(max_examples=100, deadline=None)
-@given(query_lists)
-def test_no_query_does_better_than_at_its_own_best_threshold(queries):
-    threshold, _ = best_threshold(queries)
-    for query in queries:
-        assert best_threshold([query])[1] >= f1_at(query, threshold) - 1e-12
-
-
 def test_the_best_threshold_moves_with_the_scores_even_where_all_or_nothing_is_best():
     everything, nothing = (
         ScoredQuery([0.2, 0.1], [True, True]),

@@ -110,7 +110,7 @@ def loaded(kind, folder):
 
 
 def odds(logits, negative, positive):
-    """Probability of the positive token when only the two may be said."""
+    """Probability of the positive token when only the two are possible."""
     return torch.stack([logits[negative], logits[positive]]).double().log_softmax(0)[1].exp().item()
 
 
@@ -175,14 +175,10 @@ def test_qwen3_reranker_cuts_documents_where_its_model_card_does(folders):
     task = short.instruction
     result = short.rank(QUERY, [DOCUMENTS[2], LONG], threshold=None)
     rows = {document.index: (document.score, document.truncated) for document in result.kept}
-    assert rows[1] == (
-        pytest.approx(qwen_reference(folders["qwen"], QUERY, LONG, task, 240), abs=1e-5),
-        True,
-    )
-    assert rows[0] == (
-        pytest.approx(qwen_reference(folders["qwen"], QUERY, DOCUMENTS[2], task), abs=1e-5),
-        False,
-    )
+    cut = qwen_reference(folders["qwen"], QUERY, LONG, task, 240)
+    whole = qwen_reference(folders["qwen"], QUERY, DOCUMENTS[2], task)
+    assert rows[1] == (pytest.approx(cut, abs=1e-5), True)
+    assert rows[0] == (pytest.approx(whole, abs=1e-5), False)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -194,10 +190,8 @@ def test_monot5_scores_as_its_recipe_does_one_pair_at_a_time(tmp_path, tied):
 
 
 def test_monot5_cuts_the_document_and_never_the_word_that_asks(folders):
-    short, tokenizer = (
-        MonoT5(folders["t5"], max_length=64, options=CPU),
-        AutoTokenizer.from_pretrained(folders["t5"]),
-    )
+    short = MonoT5(folders["t5"], max_length=64, options=CPU)
+    tokenizer = AutoTokenizer.from_pretrained(folders["t5"])
     (prompt,), truncated = short.prompts(QUERY, [LONG])
     ending = tokenizer("Relevant:").input_ids
     assert ending[-1] == tokenizer.eos_token_id
@@ -225,9 +219,8 @@ def test_what_scores_above_one_half_is_kept(rerankers, kind):
     scores = reranker.score(QUERY, TEXTS[:6])
     result = reranker.rank(QUERY, TEXTS[:6])
     assert (reranker.threshold, result.threshold) == (0.5, 0.5)
-    assert sorted(document.index for document in result.kept) == [
-        i for i, score in enumerate(scores) if score > 0.5
-    ]
+    above = [place for place, score in enumerate(scores) if score > 0.5]
+    assert sorted(document.index for document in result.kept) == above
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -315,16 +308,14 @@ class Cramped(Qwen3Reranker):
 def test_batches_shrink_when_memory_runs_out_and_stay_small(folders, rerankers):
     cramped = Cramped(folders["qwen"], options=CPU)
     cramped.token_budget = 100_000
-    assert cramped.score(QUERY, TEXTS[:6]) == pytest.approx(
-        rerankers["qwen"].score(QUERY, TEXTS[:6]), abs=1e-5
-    )
+    expected = rerankers["qwen"].score(QUERY, TEXTS[:6])
+    assert cramped.score(QUERY, TEXTS[:6]) == pytest.approx(expected, abs=1e-5)
     assert cramped.token_budget < 1000
 
 
 def test_a_document_that_does_not_fit_into_memory_even_alone_is_named(folders):
-    with pytest.raises(
-        ScoringError, match=r"Document 1 \(\d+ tokens with the prompt\) does not fit"
-    ) as caught:
+    message = r"Document 1 \(\d+ tokens with the prompt\) does not fit"
+    with pytest.raises(ScoringError, match=message) as caught:
         Cramped(folders["qwen"], options=CPU).score(QUERY, ["Frost", LONG * 3])
     assert caught.value.index == 1
 

@@ -13,19 +13,9 @@ from rsrank_rag.evaluation.systems.bm25 import BM25
 from rsrank_rag.evaluation.systems.sentence_transformers import BiEncoder
 
 WORDS = [
-    "lamp",
-    "oil",
-    "tower",
-    "bee",
-    "honey",
-    "salt",
-    "rope",
-    "bell",
-    "bridge",
-    "frost",
-    "dough",
+    "lamp", "oil", "tower", "bee", "honey", "salt", "rope", "bell", "bridge", "frost", "dough",
     "starter",
-]
+]  # fmt: skip
 
 
 def corpus(size=60, seed=0):
@@ -155,11 +145,8 @@ def test_the_candidates_of_all_queries_are_the_corpus_of_a_file():
         query("two", "bees", ("lamp posts", False), ("bees hum", True), ("oil of a lamp", False)),
     ]
     one, two = replace_negatives(queries, Negatives(kind="bm25", count=2))
-    assert {d.text: d.relevant for d in one.documents} == {
-        "lamp oil burns": True,
-        "oil of a lamp": False,
-        "lamp posts": False,
-    }
+    labels = {"lamp oil burns": True, "oil of a lamp": False, "lamp posts": False}
+    assert {d.text: d.relevant for d in one.documents} == labels
     texts = {d.text: d.relevant for d in two.documents}
     assert texts.pop("bees hum")
     assert len(texts) == 2

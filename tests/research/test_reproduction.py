@@ -17,7 +17,7 @@ from research.reproduction.tables import page
 from research.reproduction.thresholds import own_best, set_best
 from rsrank_rag.backends.options import LoadOptions
 from rsrank_rag.errors import InputError
-from rsrank_rag.evaluation.datasets import LabelledDocument, LabelledQuery, read_labelled
+from rsrank_rag.evaluation.datasets import LabelledQuery, read_labelled
 from rsrank_rag.evaluation.evaluate import score_dataset, summarise
 from rsrank_rag.evaluation.metrics import ScoredQuery
 from rsrank_rag.ranking.rule import Rule
@@ -29,21 +29,15 @@ CPU = LoadOptions(device="cpu", dtype="float32", local_files_only=True)
 
 def made_up(count, seed):
     rng = random.Random(seed)
-    return [
-        LabelledQuery(
-            id=f"{seed}-{number}",
-            query=rng.choice(QUERIES),
-            documents=tuple(
-                LabelledDocument(
-                    id=f"d{i}",
-                    text=f"{text} {rng.randint(0, 9)}",
-                    relevant=i == 0 or rng.random() < 0.3,
-                )
-                for i, text in enumerate(rng.sample(DOCUMENTS, 4))
-            ),
-        )
-        for number in range(count)
-    ]
+    queries = []
+    for number in range(count):
+        query = {"id": f"{seed}-{number}", "query": rng.choice(QUERIES)}
+        documents = []
+        for i, text in enumerate(rng.sample(DOCUMENTS, 4)):
+            document = {"id": f"d{i}", "text": f"{text} {rng.randint(0, 9)}"}
+            documents.append({**document, "relevant": i == 0 or rng.random() < 0.3})
+        queries.append(LabelledQuery.model_validate({**query, "documents": documents}))
+    return queries
 
 
 @pytest.fixture(scope="module")
@@ -90,12 +84,10 @@ def test_the_papers_configuration_is_its_protocol():
     assert {part.split for part in configuration.sets} == {"test"}
     text = plan(configuration)
     assert "15 random negatives" in text
-    assert "15 bm25 negatives" in plan(
-        Reproduction.load("paper", artifact="mini", negatives="bm25")
-    )
-    dense = (
-        Reproduction.load("paper", artifact="mini", negatives="dense:./encoder").sets[0].negatives
-    )
+    hard = Reproduction.load("paper", artifact="mini", negatives="bm25")
+    assert "15 bm25 negatives" in plan(hard)
+    hard = Reproduction.load("paper", artifact="mini", negatives="dense:./encoder")
+    dense = hard.sets[0].negatives
     assert (dense.kind, dense.encoder, dense.count) == ("dense", "./encoder", 15)
 
 
@@ -193,9 +185,8 @@ def test_a_run_goes_on_where_it_was_interrupted_and_scores_nothing_twice(
     changed = tmp_path / "other"
     changed.mkdir()
     for path in data.iterdir():
-        (changed / path.name).write_text(
-            path.read_text().replace("bridge", "tunnel"), encoding="utf-8"
-        )
+        text = path.read_text().replace("bridge", "tunnel")
+        (changed / path.name).write_text(text, encoding="utf-8")
     other = small(changed).model_copy(update={"systems": only.systems})
     reproduce(other, tmp_path, options=CPU, watch=goes_on)
     assert watched[3:] == ["bm25, one", "bm25, two"]
@@ -205,12 +196,10 @@ def test_what_cannot_be_loaded_is_named_and_the_others_still_run(data, tmp_path)
     lines = []
     config = small(data)
     missing = config.sets[0].model_copy(update={"file": str(tmp_path / "gone.jsonl")})
-    broken = config.systems[0].model_copy(
-        update={"name": "bi-encoder:./no-such-model", "label": "broken"}
-    )
-    config = config.model_copy(
-        update={"sets": (missing, config.sets[1]), "systems": (broken, config.systems[1])}
-    )
+    names = {"name": "bi-encoder:./no-such-model", "label": "broken"}
+    broken = config.systems[0].model_copy(update=names)
+    parts = {"sets": (missing, config.sets[1]), "systems": (broken, config.systems[1])}
+    config = config.model_copy(update=parts)
     outcome = reproduce(config, tmp_path / "out", options=CPU, say=lines.append)
     assert set(outcome.failures) == {"gone", "broken"}
     assert all(line.startswith("failed: ") for line in lines)
@@ -229,11 +218,8 @@ def test_a_whole_run_gives_tables_and_figures_of_the_scores(artifact, ranker, da
         sets = [{{file = "{data / "one.jsonl"}"}}, {{file = "{data / "two.jsonl"}", queries = 3}}]
         systems = [{{name = "artifact", label = "tiny"}}, {{name = "bm25"}}]
     """
-    outcome = reproduce(
-        Reproduction.load(written(tmp_path, text), artifact=str(artifact)),
-        tmp_path / "out",
-        options=CPU,
-    )
+    config = Reproduction.load(written(tmp_path, text), artifact=str(artifact))
+    outcome = reproduce(config, tmp_path / "out", options=CPU)
     assert outcome.failures == {}
     one, two = (outcome.comparison.labels[name] for name in ("one", "two"))
     assert (len(one), len(two)) == (6, 3)
@@ -242,13 +228,7 @@ def test_a_whole_run_gives_tables_and_figures_of_the_scores(artifact, ranker, da
         pytest.approx(q.scores, abs=1e-4) for q in expected
     ]
     page = outcome.tables.read_text(encoding="utf-8")
-    for title in (
-        "Ranking",
-        "Intervals",
-        "Thresholds",
-        "F1 gap",
-        "Headroom",
-    ):
+    for title in ("Ranking", "Intervals", "Thresholds", "F1 gap", "Headroom"):
         assert f"## {title}" in page
     value = summarise(expected, Rule(0.0))["ndcg@5"]
     assert re.search(rf"\| tiny \| (\*\*)?{100 * value:.1f}(\*\*)? \|", page)
@@ -259,9 +239,8 @@ def test_a_whole_run_gives_tables_and_figures_of_the_scores(artifact, ranker, da
 
 
 def test_the_command_prints_its_plan_and_refuses_what_is_wrong(data):
-    done = CliRunner().invoke(
-        reproduce_command, ["--config", "local", "--data", str(data), "--dry-run"]
-    )
+    arguments = ["--config", "local", "--data", str(data), "--dry-run"]
+    done = CliRunner().invoke(reproduce_command, arguments)
     assert done.exit_code == 0
     assert "one" in done.output
     assert "bm25" in done.output
@@ -273,14 +252,10 @@ def test_the_command_prints_its_plan_and_refuses_what_is_wrong(data):
 
 
 def test_the_best_of_a_column_and_its_ties_are_bold_and_a_missing_set_has_no_average():
-    full = {
-        "a": [ScoredQuery([1.0, -1.0], [True, False])],
-        "b": [ScoredQuery([1.0, 2.0], [True, False])],
-    }
-    systems = [
-        Measured("x", Rule(0.0), "native", full),
-        Measured("y", Rule(0.0), "native", {"a": full["a"]}),
-    ]
+    first = [ScoredQuery([1.0, -1.0], [True, False])]
+    second = [ScoredQuery([1.0, 2.0], [True, False])]
+    whole = Measured("x", Rule(0.0), "native", {"a": first, "b": second})
+    systems = [whole, Measured("y", Rule(0.0), "native", {"a": first})]
     text = page("tiny", ["a", "b"], systems, None)
     f1 = text.split("**F1@τ**")[1]
     assert "| x | **100.0** | **66.7** | **83.3** |" in f1
@@ -307,10 +282,9 @@ def test_differences_are_those_of_the_means_and_bold_where_zero_is_outside_of_th
     labels = [[d.relevant for d in q.documents] for q in sets["a"]]
     right = [ScoredQuery([1.0 if label else -1.0 for label in row], row) for row in labels]
     wrong = [ScoredQuery([-1.0 if label else 1.0 for label in row], row) for row in labels]
-    systems = [
-        Measured(name, Rule(0.0), "native", {"a": rows})
-        for name, rows in (("x", right), ("y", wrong), ("z", wrong))
-    ]
+    systems = []
+    for name, rows in (("x", right), ("y", wrong), ("z", wrong)):
+        systems.append(Measured(name, Rule(0.0), "native", {"a": rows}))
     text = page("tiny", ["a"], systems, compare(systems, sets))
     assert "| x | 100.0 [100.0, 100.0] |" in text
     better, same = (text.split(f"**{pair}**")[1] for pair in ("x minus y", "y minus z"))
@@ -337,8 +311,7 @@ def test_the_recipes_for_qwen3_are_valid_and_keep_fever_out_of_training():
 
 def test_a_set_is_a_file_or_a_name_and_not_both(data):
     part = SetPart(file=str(data / "one.jsonl"), negatives={"kind": "bm25", "count": 1})
-    assert all(
-        sum(not document.relevant for document in query.documents) <= 1 for query in part.load(0)
-    )
+    for query in part.load(0):
+        assert sum(not document.relevant for document in query.documents) <= 1
     with pytest.raises(ValueError, match="either file or dataset"):
         SetPart(file="x.jsonl", dataset="fiqa")

@@ -81,7 +81,7 @@ def test_no_endpoint_breaks_and_every_error_has_the_same_body(case, address):
 
 def test_the_service_is_as_well_after_it_as_before(address):
     assert httpx.get(f"{address}/ready").status_code == 200
-    found = httpx.post(
+    actual = httpx.post(
         f"{address}/v1/rerank", json={"query": "a b", "documents": ["b", "a b"]}
     ).json()
-    assert [row["index"] for row in found["results"]] == [1, 0]
+    assert [row["index"] for row in actual["results"]] == [1, 0]

@@ -179,15 +179,16 @@ async def test_an_answer_says_whether_nothing_is_relevant():
 
 @pytest.mark.parametrize("name", APPS)
 def test_serve_for_a_program_sets_what_it_needs_and_says_what_to_enter(name, monkeypatch):
-    asked = {}
+    arguments = {}
 
     def run(backend, settings, options, enter):
-        asked.update(settings=settings, enter=enter)
+        arguments.update(settings=settings, enter=enter)
 
     monkeypatch.setattr(cli_service, "run", run)
     assert CliRunner().invoke(app, ["serve", "--model", "bm25", "--for", name]).exit_code == 0
-    assert (asked["settings"].normalize, asked["settings"].drop) == (True, APPS[name]["drop"])
-    assert asked["enter"] == APPS[name]["enter"]
+    settings = arguments["settings"]
+    assert (settings.normalize, settings.drop) == (True, APPS[name]["drop"])
+    assert arguments["enter"] == APPS[name]["enter"]
 
 
 @pytest.mark.parametrize("keys", [(), ("sesame",)])

@@ -57,23 +57,23 @@ def cohere_client(url):
 
 
 def test_coheres_client(service):
-    found = cohere_client(service).rerank(model="any", query="q", documents=TEXTS)
-    assert [(row.index, row.relevance_score) for row in found.results] == BEST_FIRST
-    assert found.meta.billed_units.search_units == 1
-    found = cohere_client(service).rerank(
+    result = cohere_client(service).rerank(model="any", query="q", documents=TEXTS)
+    assert [(row.index, row.relevance_score) for row in result.results] == BEST_FIRST
+    assert result.meta.billed_units.search_units == 1
+    result = cohere_client(service).rerank(
         model="any", query="q", documents=TEXTS, top_n=1, max_tokens_per_doc=1
     )
-    assert [(row.index, row.relevance_score) for row in found.results] == BEST_FIRST[:1]
+    assert [(row.index, row.relevance_score) for row in result.results] == BEST_FIRST[:1]
 
 
 def test_coheres_first_client(service):
     cohere = pytest.importorskip("cohere")
     documents = [{"text": text} for text in TEXTS]
-    found = cohere.Client(api_key=KEY, base_url=service).rerank(
+    result = cohere.Client(api_key=KEY, base_url=service).rerank(
         model="any", query="q", documents=documents, return_documents=True
     )
-    assert [(row.index, row.relevance_score) for row in found.results] == BEST_FIRST
-    assert found.results[0].document.text == "3 three"
+    assert [(row.index, row.relevance_score) for row in result.results] == BEST_FIRST
+    assert result.results[0].document.text == "3 three"
 
 
 def test_coheres_client_understands_errors(service):
@@ -92,13 +92,11 @@ def test_coheres_client_understands_errors(service):
 
 def compress(compressor, texts=TEXTS):
     documents = pytest.importorskip("langchain_core.documents")
-    given = [
-        documents.Document(page_content=text, metadata={"index": i}) for i, text in enumerate(texts)
-    ]
-    found = compressor.compress_documents(given, "q")
-    return [
-        (document.metadata["index"], document.metadata["relevance_score"]) for document in found
-    ]
+    given = []
+    for index, text in enumerate(texts):
+        given.append(documents.Document(page_content=text, metadata={"index": index}))
+    rows = [document.metadata for document in compressor.compress_documents(given, "q")]
+    return [(row["index"], row["relevance_score"]) for row in rows]
 
 
 def test_langchains_cohere_rerank(service, dropping):
@@ -111,26 +109,18 @@ def test_langchains_cohere_rerank(service, dropping):
     assert compress(rerank(dropping)) == BEST_FIRST[:2]
 
 
-def test_langchains_infinity_rerank(open_service, dropping):
+def test_langchains_infinity_rerank(service, open_service, dropping):
     client = pytest.importorskip("infinity_client")
     library = pytest.importorskip("langchain_community.document_compressors.infinity_rerank")
 
-    def rerank(url):
-        return library.InfinityRerank(client=client.Client(base_url=url), model="any", top_n=3)
+    def rerank(url, headers=None):
+        made = client.Client(base_url=url, headers=headers or {})
+        return library.InfinityRerank(client=made, model="any", top_n=3)
 
-    assert compress(rerank(open_service)) == between_0_and_1(
-        BEST_FIRST[:3]
-    )  # it asks for scores that are not raw
+    # It asks for scores that are not raw.
+    assert compress(rerank(open_service)) == between_0_and_1(BEST_FIRST[:3])
     assert compress(rerank(dropping)) == between_0_and_1(BEST_FIRST[:2])
-
-
-def test_langchains_infinity_rerank_with_a_key(service):
-    client = pytest.importorskip("infinity_client")
-    library = pytest.importorskip("langchain_community.document_compressors.infinity_rerank")
-    with_key = client.Client(base_url=service, headers={"Authorization": f"Bearer {KEY}"})
-    assert compress(
-        library.InfinityRerank(client=with_key, model="any", top_n=3)
-    ) == between_0_and_1(BEST_FIRST[:3])
+    assert compress(rerank(service, {"Authorization": f"Bearer {KEY}"}))
 
 
 def test_infinitys_client(service):
@@ -139,9 +129,9 @@ def test_infinitys_client(service):
     from infinity_client.models import RerankInput
 
     body = RerankInput(query="q", documents=TEXTS, raw_scores=True, top_n=2)
-    found = rerank.sync(client=client.AuthenticatedClient(base_url=service, token=KEY), body=body)
-    assert [(row.index, row.relevance_score) for row in found.results] == BEST_FIRST[:2]
-    assert found.usage.total_tokens == 12
+    result = rerank.sync(client=client.AuthenticatedClient(base_url=service, token=KEY), body=body)
+    assert [(row.index, row.relevance_score) for row in result.results] == BEST_FIRST[:2]
+    assert result.usage.total_tokens == 12
 
 
 def test_langchains_jina_rerank(service, dropping, monkeypatch):
@@ -175,12 +165,12 @@ def test_langchains_nvidia_rerank(service):
 
 def postprocess(postprocessor, texts=TEXTS):
     schema = pytest.importorskip("llama_index.core.schema")
-    nodes = [
-        schema.NodeWithScore(node=schema.TextNode(text=text, id_=str(i)), score=0)
-        for i, text in enumerate(texts)
-    ]
-    found = postprocessor.postprocess_nodes(nodes, query_str="q")
-    return [(int(row.node.node_id), row.score) for row in found]
+    nodes = []
+    for index, text in enumerate(texts):
+        node = schema.TextNode(text=text, id_=str(index))
+        nodes.append(schema.NodeWithScore(node=node, score=0))
+    actual = postprocessor.postprocess_nodes(nodes, query_str="q")
+    return [(int(row.node.node_id), row.score) for row in actual]
 
 
 def llama_index(name):
@@ -189,33 +179,25 @@ def llama_index(name):
 
 def test_llama_indexs_cohere_rerank(service, dropping):
     library = llama_index("cohere_rerank")
-    assert (
-        postprocess(library.CohereRerank(base_url=service, api_key=KEY, top_n=3)) == BEST_FIRST[:3]
-    )
-    assert (
-        postprocess(library.CohereRerank(base_url=dropping, api_key=KEY, top_n=3)) == BEST_FIRST[:2]
-    )
+    for url, count in ((service, 3), (dropping, 2)):
+        rerank = library.CohereRerank(base_url=url, api_key=KEY, top_n=3)
+        assert postprocess(rerank) == BEST_FIRST[:count]
 
 
 def test_llama_indexs_jina_rerank(service, dropping):
     library = llama_index("jinaai_rerank")
-    assert (
-        postprocess(library.JinaRerank(base_url=f"{service}/v1", api_key=KEY, top_n=3))
-        == BEST_FIRST[:3]
-    )
-    assert (
-        postprocess(library.JinaRerank(base_url=f"{dropping}/v1", api_key=KEY, top_n=3))
-        == BEST_FIRST[:2]
-    )
+    for url, count in ((service, 3), (dropping, 2)):
+        rerank = library.JinaRerank(base_url=f"{url}/v1", api_key=KEY, top_n=3)
+        assert postprocess(rerank) == BEST_FIRST[:count]
 
 
 def test_llama_indexs_tei_rerank(service, dropping):
     library = llama_index("tei_rerank")
     rerank = library.TextEmbeddingInference(base_url=service, auth_token=f"Bearer {KEY}", top_n=3)
     assert postprocess(rerank) == BEST_FIRST[:3]
-    assert (
-        postprocess(library.TextEmbeddingInference(base_url=dropping, top_n=4)) == BEST_FIRST
-    )  # it needs every row
+    # It needs every row.
+    rerank = library.TextEmbeddingInference(base_url=dropping, top_n=4)
+    assert postprocess(rerank) == BEST_FIRST
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -246,8 +228,8 @@ def test_haystacks_tei_ranker(service):
         ranker = library.HuggingFaceTEIRanker(
             url=service, token=Secret.from_token(KEY), raw_scores=raw, max_retries=1
         )
-        found = ranker.run(query="q", documents=documents)["documents"]
-        rows = [(document.meta["index"], document.score) for document in found]
+        actual = ranker.run(query="q", documents=documents)["documents"]
+        rows = [(document.meta["index"], document.score) for document in actual]
         assert rows == (BEST_FIRST if raw else between_0_and_1(BEST_FIRST))
     cut = ranker.run(
         query="q", documents=documents, truncation_direction=library.TruncationDirection.RIGHT
@@ -264,5 +246,5 @@ def test_haystacks_tei_ranker(service):
 def test_the_api_ranker_of_rerankers(service, provider, path):
     library = pytest.importorskip("rerankers.models.api_rankers")
     ranker = library.APIRanker("any", KEY, provider, verbose=0, url=service + path)
-    found = ranker.rank("q", TEXTS)
-    assert [(row.document.doc_id, row.score) for row in found.results] == BEST_FIRST
+    result = ranker.rank("q", TEXTS)
+    assert [(row.document.doc_id, row.score) for row in result.results] == BEST_FIRST

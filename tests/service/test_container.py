@@ -39,20 +39,24 @@ def values(steps, instruction):
 
 
 def arguments(steps, service):
-    """What a service's container runs."""
-    return [*json.loads(values(steps, "ENTRYPOINT")[0]), *COMPOSE["services"][service]["command"]]
+    """What a service's container runs; None for a container without Compose."""
+    words = json.loads(values(steps, "ENTRYPOINT")[0])
+    if service is None:
+        return words + json.loads(values(steps, "CMD")[0])
+    return words + COMPOSE["services"][service]["command"]
 
 
-def resolved(text):
-    """Compose's ${NAME:-default} as it is when nothing is set."""
-    return re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text)
+def params_of(words):
+    """What `rsrank serve` reads of a command, in which no ${NAME:-default} is set."""
+    assert words[:2] == ["rsrank", "serve"]
+    words = [re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", word) for word in words[2:]]
+    return app.commands["serve"].make_context("serve", words).params
 
 
 def test_the_image_begins_with_a_python_that_the_package_supports(steps):
-    found = re.fullmatch(r"python:(\d+)\.(\d+)-slim", values(steps, "FROM")[0])
-    assert (int(found[1]), int(found[2])) >= tuple(
-        map(int, PROJECT["requires-python"].removeprefix(">=").split("."))
-    )
+    actual = re.fullmatch(r"python:(\d+)\.(\d+)-slim", values(steps, "FROM")[0])
+    least = PROJECT["requires-python"].removeprefix(">=").split(".")
+    assert (int(actual[1]), int(actual[2])) >= tuple(map(int, least))
 
 
 def test_everything_that_is_copied_is_there_and_not_ignored(steps):
@@ -73,42 +77,28 @@ def test_what_the_build_of_the_package_needs_is_copied_before_it_is_installed(st
 
 
 def test_the_extras_exist(steps):
-    extras = {
-        argument.partition("=")[2].strip('"')
-        for argument in values(steps, "ARG")
-        if "EXTRAS" in argument
-    }
-    extras |= {extra for service in COMPOSE["services"].values() for extra in _extras(service)}
+    extras = set()
+    for argument in values(steps, "ARG"):
+        name, _, value = argument.partition("=")
+        if "EXTRAS" in name:
+            extras |= set(value.strip('"').split(","))
+    for service in COMPOSE["services"].values():
+        if "EXTRAS" in service["build"].get("args", {}):
+            extras |= set(service["build"]["args"]["EXTRAS"].split(","))
     assert extras
-    assert {part for extra in extras for part in extra.split(",")} <= set(
-        PROJECT["optional-dependencies"]
-    )
-
-
-def _extras(service):
-    found = service["build"].get("args", {}).get("EXTRAS")
-    return [found] if found else []
+    assert extras <= set(PROJECT["optional-dependencies"])
 
 
 def test_the_service_does_not_run_as_root(steps):
     assert values(steps, "USER") == ["rsrank"]
-    assert [name for name, _ in steps].index("USER") < [name for name, _ in steps].index(
-        "ENTRYPOINT"
-    )
+    names = [name for name, _ in steps]
+    assert names.index("USER") < names.index("ENTRYPOINT")
 
 
 @pytest.mark.parametrize("service", [None, *COMPOSE["services"]])
 def test_the_commands_are_ones_that_rsrank_takes(steps, service):
-    words = (
-        json.loads(values(steps, "ENTRYPOINT")[0]) if service is None else arguments(steps, service)
-    )
-    words += json.loads(values(steps, "CMD")[0]) if service is None else []
-    assert words[:2] == ["rsrank", "serve"]
-    command = app.commands["serve"]
-    context = command.make_context("serve", [resolved(word) for word in words[2:]])
-    assert context.params["host"] == "0.0.0.0"
-    assert context.params["port"] == 8080
-    assert context.params["model"] == "mini"
+    params = params_of(arguments(steps, service))
+    assert (params["host"], params["port"], params["model"]) == ("0.0.0.0", 8080, "mini")
 
 
 def test_the_health_check_is_a_program_that_compiles_and_asks_the_port_that_is_served(steps):
@@ -122,22 +112,18 @@ def test_the_health_check_is_a_program_that_compiles_and_asks_the_port_that_is_s
 
 @pytest.mark.parametrize("service", COMPOSE["services"])
 def test_compose_publishes_the_port_to_the_loopback_only_and_keeps_what_must_stay(steps, service):
-    chosen = COMPOSE["services"][service]
-    assert chosen["ports"] == ["127.0.0.1:8080:8080"]
-    volumes = dict(volume.split(":") for volume in chosen["volumes"])
+    compose = COMPOSE["services"][service]
+    assert compose["ports"] == ["127.0.0.1:8080:8080"]
+    volumes = dict(volume.split(":") for volume in compose["volumes"])
     assert set(volumes) <= set(COMPOSE["volumes"])
     assert set(json.loads(values(steps, "VOLUME")[0])) == set(volumes.values())
-    assert chosen["command"][chosen["command"].index("--cache-folder") + 1] in volumes.values()
+    assert compose["command"][compose["command"].index("--cache-folder") + 1] in volumes.values()
 
 
 def test_compose_waits_longer_than_a_request_may_take(steps):
     for service in COMPOSE["services"]:
-        command = app.commands["serve"]
-        found = command.make_context(
-            "serve", [resolved(word) for word in arguments(steps, service)[2:]]
-        ).params
         grace = int(COMPOSE["services"][service]["stop_grace_period"].removesuffix("s"))
-        assert grace > found["timeout"]
+        assert grace > params_of(arguments(steps, service))["timeout"]
 
 
 def test_no_secret_stands_in_the_files():
@@ -153,37 +139,26 @@ def test_no_secret_stands_in_the_files():
     reason="needs docker compose",
 )
 def test_docker_compose_takes_the_file():
-    done = subprocess.run(
-        ["docker", "compose", "--profile", "gpu", "config", "--quiet"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+    command = ["docker", "compose", "--profile", "gpu", "config", "--quiet"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_no_file_of_the_package_is_left_out_of_the_wheel():
     # hatchling packs the folder but for what .gitignore names, tracked or not.
-    build = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["hatch"][
-        "build"
-    ]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    build = project["tool"]["hatch"]["build"]
     assert build["targets"]["wheel"] == {"packages": ["rsrank_rag"]}
     assert set(build) == {"targets"}
-    files = [
-        path
-        for path in (ROOT / "rsrank_rag").rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts
-    ]
+    files = []
+    for path in (ROOT / "rsrank_rag").rglob("*"):
+        if path.is_file() and "__pycache__" not in path.parts:
+            files.append(path)
     kinds = {".html", ".md", ".onnx", ".safetensors", ".toml"}
     assert kinds <= {path.suffix for path in files}
-    told = "\n".join(str(path.relative_to(ROOT)) for path in files)
-    found = subprocess.run(
-        ["git", "check-ignore", "--no-index", "--stdin"],
-        input=told,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    if found.returncode == 128:
-        pytest.skip("no checkout of git: " + found.stderr)
-    assert found.stdout == ""
+    names = "\n".join(str(path.relative_to(ROOT)) for path in files)
+    command = ["git", "check-ignore", "--no-index", "--stdin"]
+    result = subprocess.run(command, input=names, cwd=ROOT, capture_output=True, text=True)
+    if result.returncode == 128:
+        pytest.skip("no checkout of git: " + result.stderr)
+    assert result.stdout == ""

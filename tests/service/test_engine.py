@@ -82,11 +82,11 @@ def scores(outcomes):
 def test_whatever_the_model_does_on_one_document_the_others_get_their_scores(bad, work):
     given = [*tasks(1, 2, bad, 3), *tasks(4, query="other")]
     engine = Engine(Explaining())
-    found = engine.run([Task(task.pair, work) for task in given])
-    assert scores(found) == [1, 2, None, 3, 4]
-    assert found[2].error
-    assert "secret" not in found[2].error
-    assert type(found[0].scored.score) is float
+    actual = engine.run([Task(task.pair, work) for task in given])
+    assert scores(actual) == [1, 2, None, 3, 4]
+    assert actual[2].error
+    assert "secret" not in actual[2].error
+    assert type(actual[0].scored.score) is float
 
 
 def test_a_lost_device_and_ctrl_c_concern_all():
@@ -96,50 +96,52 @@ def test_a_lost_device_and_ctrl_c_concern_all():
 
 def test_a_refused_query_concerns_no_other_pairs():
     given = [task for n in range(20) for q in ("refused", "a", "b") for task in tasks(n, query=q)]
-    found = Engine(Numbers()).run(given)
-    assert [score is None for score in scores(found)] == [
-        task.pair.query == "refused" for task in given
-    ]
-    assert found[0].error == "The query is refused."
+    actual = Engine(Numbers()).run(given)
+    refused = [task.pair.query == "refused" for task in given]
+    assert [score is None for score in scores(actual)] == refused
+    assert actual[0].error == "The query is refused."
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 40])
 def test_many_documents_without_scores_are_found_in_few_runs(count):
     reranker = Numbers()
-    found = Engine(reranker).run(tasks(*["no score"] * count, *range(40)))
-    assert scores(found) == [*[None] * count, *range(40)]
+    actual = Engine(reranker).run(tasks(*["no score"] * count, *range(40)))
+    assert scores(actual) == [*[None] * count, *range(40)]
     assert len(reranker.batches) <= 2 * count + 10
 
 
 @pytest.mark.parametrize("work", ["score", "explain"])
 def test_a_long_query_is_cut_once_for_all_its_pairs(work, monkeypatch):
     fitted, fit = [], Numbers.fit_query
-    monkeypatch.setattr(
-        Numbers, "fit_query", lambda self, query: fitted.append(query) or fit(self, query)
-    )
+
+    def fit_query(self, query):
+        fitted.append(query)
+        return fit(self, query)
+
+    monkeypatch.setattr(Numbers, "fit_query", fit_query)
     long = "a query that is too long"
     engine = Engine(Explaining())
     for number in range(3):
-        found = engine.run([Task(Pair(long, str(number)), work), *tasks(1)])
-        assert scores(found) == [number, 1]
-        assert [outcome.query_truncated for outcome in found] == [work == "score", False]
+        actual = engine.run([Task(Pair(long, str(number)), work), *tasks(1)])
+        assert scores(actual) == [number, 1]
+        assert [outcome.query_truncated for outcome in actual] == [work == "score", False]
     assert fitted.count(long) == 1
 
 
 def test_a_section_is_cut_into_parts_with_their_costs():
     text = "One two. Three four five.\n" * 3
     pair = Pair("a query that is too long", text, reading=Reading(extract="sentences"))
-    (found,) = Engine(Numbers()).run([Task(pair, "cut", (0, len(text)))])
-    texts = [text[start:stop] for (start, stop), _ in found]
+    (actual,) = Engine(Numbers()).run([Task(pair, "cut", (0, len(text)))])
+    texts = [text[start:stop] for (start, stop), _ in actual]
     assert texts == ["One two.", "Three four five."] * 3
-    assert [cost for _, cost in found] == [(20 + 8) // 4 + 1, (20 + 16) // 4 + 1] * 3
+    assert [cost for _, cost in actual] == [(20 + 8) // 4 + 1, (20 + 16) // 4 + 1] * 3
 
 
 def test_a_model_without_explanations_says_so():
     engine = Engine(Numbers())
-    (found,) = engine.run([Task(Pair("q", "1"), "explain")])
-    assert not found.model_failed
-    assert "cannot take its scores apart" in found.error
+    (result,) = engine.run([Task(Pair("q", "1"), "explain")])
+    assert not result.model_failed
+    assert "cannot take its scores apart" in result.error
 
 
 def test_a_real_model_explains_its_score(ranker):

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("starlette")
 
 from click.testing import CliRunner
-from service_helpers import Numbers, client_of, scheduler
+from service_helpers import Numbers, scheduler, serving
 
 from rsrank_rag.cli import app
 from rsrank_rag.cli import service as cli_service
@@ -17,10 +17,6 @@ from rsrank_rag.cli.service import KEYS
 from rsrank_rag.errors import InputError
 from rsrank_rag.service.app import create_app
 from rsrank_rag.service.settings import Settings, keys_of
-
-
-def serving(**settings):
-    return client_of(scheduler(Numbers()), **settings)
 
 
 def serve(monkeypatch, value):
@@ -85,10 +81,10 @@ async def test_keys_change_with_their_file_and_stay_if_it_is_broken(tmp_path, ca
     async with serving(api_key_file=file) as http:
 
         async def opens(*keys):
-            found = [
+            actual = [
                 await http.get("/info", headers={"Authorization": f"Bearer {key}"}) for key in keys
             ]
-            return [answer.status_code == 200 for answer in found]
+            return [answer.status_code == 200 for answer in actual]
 
         assert await opens("old", "new") == [True, False]
         before = file.stat()

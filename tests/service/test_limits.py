@@ -2,12 +2,11 @@
 
 import asyncio
 import json
-import os
 import socket
 import subprocess
 import sys
-import time
 from contextlib import ExitStack, suppress
+from pathlib import Path
 
 import httpx
 import pytest
@@ -15,42 +14,29 @@ import pytest
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
-from prometheus_client.parser import text_string_to_metric_families
-from service_helpers import Numbers, address_of, client_of, scheduler
+from service_helpers import (
+    JSON,
+    RERANK,
+    Numbers,
+    address_of,
+    metrics,
+    scheduler,
+    scope_of,
+    serving,
+)  # fmt: skip
 
 from rsrank_rag.errors import ArtifactError
 from rsrank_rag.service.messages import Budget, ServiceError
 
-JSON = {"content-type": "application/json"}
-RERANK = {"query": "q", "documents": ["3", "1", "2"]}
 HEAD = b"POST /v1/rerank HTTP/1.1\r\nHost: localhost\r\n"
-
-
-def serving(reranker=None, **settings):
-    return client_of(scheduler(reranker or Numbers()), **settings)
-
-
-def sample(text, metric, /, **labels):
-    """One number of /metrics."""
-    samples = [
-        sample for family in text_string_to_metric_families(text) for sample in family.samples
-    ]
-    return next(s.value for s in samples if s.name == metric and s.labels.items() >= labels.items())
-
-
-def wait_until(condition):
-    ends = time.monotonic() + 300  # a test that fails must end
-    while not condition():
-        assert time.monotonic() < ends, "it never came true"
-        time.sleep(0.01)
 
 
 # Connections
 
 
 def connected(url):
-    found = httpx.URL(url)
-    return socket.create_connection((found.host, found.port), timeout=60)
+    result = httpx.URL(url)
+    return socket.create_connection((result.host, result.port), timeout=60)
 
 
 def is_closed(connection):
@@ -158,14 +144,14 @@ async def test_what_goes_wrong_inside_is_told_to_the_log_only(caplog):
 async def test_memory_and_files_can_be_seen():
     async with serving() as http:
         await http.post("/v1/rerank", json=RERANK)
-        text = (await http.get("/metrics")).text
-    if os.path.isdir("/proc/self"):  # noqa: PTH112
-        assert sample(text, "process_resident_memory_bytes") > 1e6
-        assert sample(text, "process_open_fds") > 2
-        assert sample(text, "rsrank_model_process_resident_memory_bytes") > 1e6
+        numbers = metrics((await http.get("/metrics")).text)
+    if Path("/proc/self").is_dir():
+        assert numbers["process_resident_memory_bytes",] > 1e6
+        assert numbers["process_open_fds",] > 2
+        assert numbers["rsrank_model_process_resident_memory_bytes",] > 1e6
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="needs /proc")  # noqa: PTH110
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
 @pytest.mark.slow
 def test_freed_memory_of_mixed_lengths_goes_back():
     code = (
@@ -227,16 +213,6 @@ async def test_an_answer_that_cannot_be_sent_is_not_followed_by_another():
     assert sent == ["http.response.start"]
 
 
-async def test_a_body_that_is_late_ends_its_connection():
-    async def slowly():
-        yield b"{"
-        await asyncio.Event().wait()
-
-    async with serving(timeout=0.1) as http:
-        answer = await http.post("/v1/rerank", content=slowly(), headers=JSON)
-    assert (answer.status_code, answer.headers["connection"]) == (408, "close")
-
-
 async def test_a_client_that_leaves_while_it_sends_is_no_error_of_the_service(caplog):
     messages = [
         {"type": "http.request", "body": b"{", "more_body": True},
@@ -250,16 +226,8 @@ async def test_a_client_that_leaves_while_it_sends_is_no_error_of_the_service(ca
     async def send(message):
         sent.append(message.get("status"))
 
-    headers = [(b"content-type", b"application/json"), (b"content-length", b"100")]
-    scope = {
-        "type": "http",
-        "method": "POST",
-        "path": "/v1/rerank",
-        "headers": headers,
-        "query_string": b"",
-    }
     async with serving() as http:
-        await http.app(scope, receive, send)
+        await http.app(scope_of(size=100), receive, send)
     assert sent[0] == 499
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
@@ -308,14 +276,7 @@ async def test_an_answer_waits_with_its_bytes_until_the_client_has_taken_it():
             sizes.append(len(message.get("body", b"")))
             await taken.wait()
 
-        headers = [(b"content-type", b"application/json"), (b"content-length", b"500040")]
-        scope = {
-            "type": "http",
-            "method": "POST",
-            "path": "/v1/rerank",
-            "headers": headers,
-            "query_string": b"",
-        }
+        scope = scope_of(messages[0]["body"])
         call = asyncio.create_task(http.app(scope, receive, send))
         while not sizes:
             await asyncio.sleep(0.01)

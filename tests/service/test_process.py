@@ -127,8 +127,8 @@ def test_a_second_ctrl_c_ends_the_service_while_its_model_works(tmp_path):
             body = {"query": "q", "documents": ["hang"]}
             with pytest.raises(httpx.HTTPError):
                 http.post(f"{served.url}/v1/rerank", json=body, timeout=1.0)
-        asked = threading.Thread(target=lambda: suppressed(served.ask, "hang"))
-        asked.start()
+        request = threading.Thread(target=lambda: suppressed(served.ask, "hang"))
+        request.start()
         while " 1.0" not in waiting(served):
             time.sleep(0.05)
         served.process.send_signal(signal.SIGINT)
@@ -136,7 +136,7 @@ def test_a_second_ctrl_c_ends_the_service_while_its_model_works(tmp_path):
         assert served.process.poll() is None
         served.process.send_signal(signal.SIGINT)
         assert served.process.wait(30) == 0
-        asked.join(60)
+        request.join(60)
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs /proc")

@@ -27,11 +27,11 @@ UNITS = {"s": 1, "k": 1000, "m": 1_000_000}
 def directives(text):
     """Every directive with its arguments, by name; blocks count as directives."""
     text = re.sub(r"#.*", "", text)
-    found = {}
+    result = {}
     for statement in re.split(r"[;{}]", text):
         name, *arguments = statement.split() or [""]
-        found.setdefault(name, []).append(arguments)
-    return found
+        result.setdefault(name, []).append(arguments)
+    return result
 
 
 def amount(text):
@@ -78,8 +78,7 @@ def test_the_proxy_waits_longer_than_the_service(conf):
 
 
 needs_nginx = pytest.mark.skipif(
-    shutil.which("nginx") is None or os.geteuid() != 0,
-    reason="needs nginx, and root for its logs",
+    shutil.which("nginx") is None or os.geteuid() != 0, reason="needs nginx, and root for its logs"
 )
 
 
@@ -125,7 +124,7 @@ def test_behind_nginx_one_address_with_very_many_requests_is_limited_and_others_
 ):
     trust = ssl.create_default_context()
     trust.check_hostname, trust.verify_mode = False, ssl.CERT_NONE
-    said = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" * 300
+    requests = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" * 300
     with ExitStack() as stack, socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         name = f"127.0.0.1:{free.getsockname()[1]}"
@@ -142,7 +141,7 @@ def test_behind_nginx_one_address_with_very_many_requests_is_limited_and_others_
         for _ in range(40):
             plain = socket.create_connection(name.split(":"), timeout=60)
             flood = stack.enter_context(trust.wrap_socket(plain))
-            flood.sendall(said)
+            flood.sendall(requests)
             floods.append(flood)
         # On a slow machine the rate allows some requests of every connection.
         assert any(b"HTTP/1.1 429" in flood.recv(1 << 16) for flood in floods)

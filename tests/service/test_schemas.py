@@ -35,8 +35,8 @@ def outcomes(*scores):
     return [Outcome(Scored(score, tokens=3)) for score in scores]
 
 
-def answer(request, found, **settings):
-    return answer_to(request, found, MODEL, "fake", Settings(**settings))
+def answer(request, actual, **settings):
+    return answer_to(request, actual, MODEL, "fake", Settings(**settings))
 
 
 # Scores between 0 and 1
@@ -44,9 +44,9 @@ def answer(request, found, **settings):
 
 @given(FINITE, FINITE)
 def test_a_half_means_exactly_the_threshold(score, threshold):
-    found = normalise(score, threshold)
-    assert 0 <= found <= 1
-    assert (found > 0.5, found == 0.5, found < 0.5) == (
+    actual = normalise(score, threshold)
+    assert 0 <= actual <= 1
+    assert (actual > 0.5, actual == 0.5, actual < 0.5) == (
         score > threshold,
         score == threshold,
         score < threshold,
@@ -85,8 +85,8 @@ def test_without_a_threshold_the_middle_is_zero():
     ],
 )
 def test_who_asks_for_scores_between_0_and_1_gets_them(fields, default, expected):
-    found = answer(rerank(**fields), outcomes(1, 2), normalize=default)
-    assert found["results"][1]["relevance_score"] == (0.5 if expected else 1.0)
+    actual = answer(rerank(**fields), outcomes(1, 2), normalize=default)
+    assert actual["results"][1]["relevance_score"] == (0.5 if expected else 1.0)
 
 
 # Requests
@@ -205,19 +205,8 @@ def test_the_request_decides_what_is_dropped_and_else_the_service(fields, drop, 
     assert rule_of(rerank(**fields), MODEL, Settings(drop=drop)).threshold == expected
 
 
-def test_the_native_threshold_of_a_model_without_one_is_refused():
-    model = Description(Rule())
-    with pytest.raises(ServiceError, match="no native threshold") as refused:
-        rule_of(rerank(threshold="native"), model, Settings())
-    assert refused.value.status_code == 422
-
-
 @pytest.mark.parametrize(
-    "fields",
-    [
-        {"threshold": 0, "max_gap": -1},
-        {"threshold": None, "fallback": Fallback(1.0, 2.0)},
-    ],
+    "fields", [{"threshold": 0, "max_gap": -1}, {"threshold": None, "fallback": Fallback(1.0, 2.0)}]
 )
 def test_limits_out_of_range_or_without_effect_are_refused(fields):
     with pytest.raises(ServiceError) as refused:
@@ -258,11 +247,11 @@ def test_blank_documents_come_last_and_are_never_relevant():
 
 
 def test_the_answer_has_the_fields_of_cohere_jina_infinity_and_vllm():
-    found = answer(rerank(), outcomes(1, 2))
-    assert found == {
-        "id": found["id"],
+    actual = answer(rerank(), outcomes(1, 2))
+    assert actual == {
+        "id": actual["id"],
         "object": "rerank",
-        "created": found["created"],
+        "created": actual["created"],
         "model": "fake",
         "results": [
             {"index": 1, "relevance_score": 2.0, "truncated": False},
@@ -286,6 +275,9 @@ def test_tei_nvidia_voyage_and_weaviate_get_rows_of_their_own():
         {"index": 0, "score": -3},
         {"index": 2, "score": BLANK_SCORE},
     ]
+    text = rerank(texts=["a"], documents=None, return_text=True)
+    assert answer(text, outcomes(1)) == [{"index": 0, "score": 1, "text": "a"}]
+    assert answer(rerank(texts=[], documents=None), []) == []
     passages = rerank(passages=[{"text": "a"}, {"text": "b"}], documents=None)
     rankings = answer(passages, outcomes(-3, 2), normalize=True, drop=True)["rankings"]
     assert [(row["index"], row["logit"]) for row in rankings] == [(1, 2), (0, -3)]

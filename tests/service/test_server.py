@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,8 +21,19 @@ pytest.importorskip("uvicorn")
 
 from click.testing import CliRunner
 from conftest import load_ranker
-from prometheus_client.parser import text_string_to_metric_families
-from service_helpers import Numbers, Words, client_of, scheduler
+from service_helpers import (
+    JSON,
+    RERANK,
+    Numbers,
+    Words,
+    client_of,
+    metrics,
+    scheduler,
+    scope_of,
+    serving,
+    until,
+    wait_until,
+)  # fmt: skip
 
 from rsrank_rag import RSRank
 from rsrank_rag.adapters.kinds import load as load_reranker
@@ -37,111 +47,53 @@ from rsrank_rag.service import app as app_module
 from rsrank_rag.service.logs import line_of
 from rsrank_rag.service.messages import Description
 
-JSON = {"content-type": "application/json"}
-RERANK = {"query": "q", "documents": ["3", "1", "2"]}
+PASSAGES_OF_NVIDIA = [{"text": "3"}, {"text": "1"}, {"text": "2"}]
 REQUESTS = [
     ("/v1/rerank", RERANK),
     ("/v2/rerank", RERANK),
     ("/rerank", RERANK),
     ("/rerank", {"query": "q", "texts": ["3", "1", "2"]}),
-    (
-        "/v1/ranking",
-        {"query": {"text": "q"}, "passages": [{"text": "3"}, {"text": "1"}, {"text": "2"}]},
-    ),
+    ("/v1/ranking", {"query": {"text": "q"}, "passages": PASSAGES_OF_NVIDIA}),
     ("/explain", {"query": "q", "documents": ["3"]}),
 ]
 
 CPU = LoadOptions(device="cpu", dtype="float32", local_files_only=True)
 
 
-def serving(reranker=None, **settings):
-    return client_of(scheduler(reranker or Numbers()), **settings)
-
-
-def scores(found):
+def scores(result):
     """Index and score of every row, whatever the client."""
-    rows = (
-        found
-        if isinstance(found, list)
-        else found.get("results") or found.get("data") or found["rankings"]
-    )
-    names = ("relevance_score", "score", "logit")
-    return [(row["index"], next(row[name] for name in names if name in row)) for row in rows]
-
-
-def requests_in(caplog):
-    """The log's records of requests."""
-    return [record for record in caplog.records if record.getMessage() == "request"]
-
-
-async def until(condition):
-    ends = time.monotonic() + 120  # far beyond what a loaded machine takes
-    while not condition():
-        assert time.monotonic() < ends, "it never came true"
-        await asyncio.sleep(0.005)
+    rows = result
+    if isinstance(result, dict):
+        rows = result.get("results") or result["rankings"]
+    pairs = []
+    for row in rows:
+        (score,) = row.keys() & {"relevance_score", "score", "logit"}
+        pairs.append((row["index"], row[score]))
+    return pairs
 
 
 # Clients
 
 
 @pytest.mark.parametrize(
-    "path",
-    ["/v1/rerank", "/v2/rerank", "/rerank", "/v1/reranking", "/api/rerank"],
+    "path", ["/v1/rerank", "/v2/rerank", "/rerank", "/v1/reranking", "/api/rerank"]
 )
 async def test_documents_come_back_best_first_under_every_path(path):
     async with serving() as http:
-        found = (await http.post(path, json=RERANK)).json()
-    assert scores(found) == [(0, 3), (2, 2), (1, 1)]
-    assert (found["object"], found["model"], found["threshold"]) == ("rerank", "fake", 1.0)
-    assert found["usage"] == {"prompt_tokens": 6, "total_tokens": 6}
-    assert found["meta"]["billed_units"]["search_units"] == 1
-    assert not any("document" in row for row in found["results"])
-
-
-async def test_texts_get_teis_bare_array():
-    async with serving() as http:
-        assert (await http.post("/rerank", json={"query": "q", "texts": ["1", "2"]})).json() == [
-            {"index": 1, "score": 2.0},
-            {"index": 0, "score": 1.0},
-        ]
-        found = (
-            await http.post("/rerank", json={"query": "q", "texts": ["1"], "return_text": True})
-        ).json()
-        assert found == [{"index": 0, "score": 1.0, "text": "1"}]
-        assert (await http.post("/rerank", json={"query": "q", "texts": []})).json() == []
+        actual = (await http.post(path, json=RERANK)).json()
+    assert scores(actual) == [(0, 3), (2, 2), (1, 1)]
+    assert (actual["object"], actual["model"], actual["threshold"]) == ("rerank", "fake", 1.0)
+    assert actual["usage"] == {"prompt_tokens": 6, "total_tokens": 6}
+    assert actual["meta"]["billed_units"]["search_units"] == 1
+    assert not any("document" in row for row in actual["results"])
 
 
 async def test_nvidia_gets_rankings_and_the_list_of_models():
     async with serving(normalize=True) as http:
         body = {"query": {"text": "q"}, "passages": [{"text": "1"}, {"text": "2"}]}
-        assert scores((await http.post("/v1/ranking", json=body)).json()) == [
-            (1, 2),
-            (0, 1),
-        ]  # logits are raw
+        # Logits are raw.
+        assert scores((await http.post("/v1/ranking", json=body)).json()) == [(1, 2), (0, 1)]
         assert [model["id"] for model in (await http.get("/v1/models")).json()["data"]] == ["fake"]
-
-
-async def test_documents_may_be_objects_and_come_back_if_asked_for():
-    body = {"query": {"text": "q"}, "documents": [{"text": "1"}, "2"], "return_documents": True}
-    async with serving() as http:
-        found = (await http.post("/v1/rerank", json=body)).json()
-        assert [row["document"] for row in found["results"]] == [{"text": "2"}, {"text": "1"}]
-
-
-@pytest.mark.parametrize("fields", [{"normalize": True}, {"raw_scores": False}])
-async def test_scores_between_0_and_1_on_request(fields):
-    async with serving() as http:
-        found = scores((await http.post("/rerank", json={**RERANK, **fields})).json())
-    assert [index for index, _ in found] == [0, 2, 1]
-    assert [score for _, score in found] == pytest.approx([0.880797, 0.731059, 0.5], abs=1e-6)
-
-
-async def test_scores_between_0_and_1_by_a_setting_which_a_request_overrides():
-    async with serving(normalize=True) as http:
-        half = await http.post("/rerank", json={"query": "q", "documents": ["1"]})
-        assert scores(half.json()) == [(0, 0.5)]
-        raw = {"query": "q", "texts": ["1"], "raw_scores": True}
-        assert scores((await http.post("/rerank", json=raw)).json()) == [(0, 1)]
 
 
 async def test_irrelevant_documents_are_dropped_only_where_somebody_asked_for_it():
@@ -163,8 +115,8 @@ async def test_irrelevant_documents_are_dropped_only_where_somebody_asked_for_it
 @pytest.mark.parametrize(("path", "body"), REQUESTS[:-1])
 async def test_dropping_as_a_setting_concerns_only_clients_that_allow_it(path, body):
     async with serving(drop=True) as http:
-        found = (await http.post(path, json=body)).json()
-    assert len(scores(found)) == (2 if "documents" in body and "rerank" in path else 3)
+        actual = (await http.post(path, json=body)).json()
+    assert len(scores(actual)) == (2 if "documents" in body and "rerank" in path else 3)
 
 
 async def test_a_model_without_a_native_threshold_cannot_drop_by_it():
@@ -178,8 +130,8 @@ async def test_a_model_without_a_native_threshold_cannot_drop_by_it():
 
 async def test_an_explanation_has_its_exact_parts():
     async with serving() as http:
-        found = (await http.post("/explain", json={"query": "q", "documents": ["3"]})).json()
-        assert found == {
+        actual = (await http.post("/explain", json={"query": "q", "documents": ["3"]})).json()
+        assert actual == {
             "query": "q",
             "document": "3",
             "score": 3.0,
@@ -202,10 +154,10 @@ async def test_an_explanation_has_its_exact_parts():
 
 async def test_the_service_says_what_it_serves():
     async with serving() as http:
-        found = (await http.get("/info")).json()
-    assert (found["model_id"], found["threshold"]) == ("fake", 1.0)
-    assert "reranker" in found["model_type"]
-    assert "max_input_length" not in found  # this model does not count; Dify fails on a null
+        actual = (await http.get("/info")).json()
+    assert (actual["model_id"], actual["threshold"]) == ("fake", 1.0)
+    assert "reranker" in actual["model_type"]
+    assert "max_input_length" not in actual  # this model does not count; Dify fails on a null
 
 
 async def test_the_page_is_served_without_a_key():
@@ -217,12 +169,14 @@ async def test_the_page_is_served_without_a_key():
 
 async def test_a_blank_document_scores_lowest_and_the_answer_is_json():
     async with serving(Words()) as http:
-        found = (await http.post("/v1/rerank", json={"query": "q", "documents": [" ", "x"]})).json()
-        assert scores(found) == [(1, -0.5), (0, BLANK_SCORE)]
-        found = (
+        actual = (
+            await http.post("/v1/rerank", json={"query": "q", "documents": [" ", "x"]})
+        ).json()
+        assert scores(actual) == [(1, -0.5), (0, BLANK_SCORE)]
+        actual = (
             await http.post("/rerank", json={"query": "q", "texts": ["", "x"], "raw_scores": False})
         ).json()
-        assert scores(found)[1] == (0, 0.0)
+        assert scores(actual)[1] == (0, 0.0)
 
 
 # One bad document
@@ -239,37 +193,6 @@ async def test_a_bad_document_is_named_to_every_client_and_nothing_else_is_answe
     assert response.status_code == 422
     assert [document["index"] for document in response.json()["documents"]] == [1]
     assert response.json()["error"].startswith("Document 1 ")
-
-
-async def test_other_requests_of_the_same_batch_are_answered():
-    ranker = Numbers()
-    backend = scheduler(ranker)
-    async with client_of(backend) as http:
-        ranker.may_go_on.clear()
-        first = asyncio.create_task(http.post("/v1/rerank", json=RERANK))
-        await until(lambda: ranker.batches)
-        tasks = [
-            asyncio.create_task(
-                http.post("/v1/rerank", json={"query": query, "documents": ["1", bad]})
-            )
-            for query, bad in [
-                ("q", "2"),
-                ("q", "nan"),
-                ("refused", "2"),
-                ("q", "no score"),
-                ("q", "3"),
-            ]
-        ]
-        await until(lambda: backend.stats()["waiting_documents"] == 13)
-        ranker.may_go_on.set()
-        assert [response.status_code for response in await asyncio.gather(*tasks)] == [
-            200,
-            422,
-            422,
-            422,
-            200,
-        ]
-        assert (await first).status_code == 200
 
 
 async def test_a_refused_query_blames_no_document():
@@ -296,8 +219,8 @@ LONG = " ".join(["5"] * 12)
 async def test_documents_that_are_too_long_are_cut_and_marked():
     async with serving() as http:
         body = {"query": "q", "documents": ["1", LONG]}
-        found = (await http.post("/v1/rerank", json=body)).json()
-        assert [row["truncated"] for row in found["results"]] == [True, False]
+        actual = (await http.post("/v1/rerank", json=body)).json()
+        assert [row["truncated"] for row in actual["results"]] == [True, False]
 
 
 # Limits and errors
@@ -343,7 +266,8 @@ async def test_a_body_that_does_not_come_is_not_waited_for():
         await asyncio.Event().wait()
 
     async with serving(timeout=0.1) as http:
-        assert (await http.post("/v1/rerank", content=slowly(), headers=JSON)).status_code == 408
+        answer = await http.post("/v1/rerank", content=slowly(), headers=JSON)
+    assert (answer.status_code, answer.headers["connection"]) == (408, "close")
 
 
 @pytest.mark.parametrize(
@@ -357,22 +281,6 @@ async def test_every_error_has_one_body(method, path, status):
     assert response.json().keys() == {"error", "message", "detail"}
 
 
-async def test_a_full_queue_is_429_with_a_time_to_come_back():
-    ranker = Numbers()
-    backend = scheduler(ranker, queue_tokens=12)
-    async with client_of(backend) as http:
-        ranker.may_go_on.clear()
-        tasks = [asyncio.create_task(http.post("/v1/rerank", json=RERANK))]
-        await until(lambda: ranker.batches)
-        tasks.append(asyncio.create_task(http.post("/v1/rerank", json=RERANK)))
-        await until(lambda: backend.stats()["waiting_documents"] == 6)
-        response = await http.post("/v1/rerank", json=RERANK)
-        assert response.status_code == 429
-        assert int(response.headers["retry-after"]) >= 1
-        ranker.may_go_on.set()
-        assert [found.status_code for found in await asyncio.gather(*tasks)] == [200, 200]
-
-
 async def test_a_deadline_is_504_and_the_work_is_cancelled():
     ranker = Numbers()
     backend = scheduler(ranker)
@@ -382,8 +290,8 @@ async def test_a_deadline_is_504_and_the_work_is_cancelled():
         assert [response.status_code for response in responses] == [504, 504]
         assert backend.stats()["waiting_documents"] == 0
         ranker.may_go_on.set()
-        found = [(await http.post("/v1/rerank", json=RERANK)).status_code for _ in range(5)]
-        assert 200 in found  # on a loaded machine even a free model may be late
+        actual = [(await http.post("/v1/rerank", json=RERANK)).status_code for _ in range(5)]
+        assert 200 in actual  # on a loaded machine even a free model may be late
 
 
 async def test_a_client_that_leaves_takes_its_work_with_it(caplog):
@@ -409,24 +317,17 @@ async def test_a_client_that_leaves_takes_its_work_with_it(caplog):
         async def send(message):
             pass
 
-        headers = [(b"content-type", b"application/json")]
-        scope = {
-            "type": "http",
-            "method": "POST",
-            "path": "/v1/rerank",
-            "headers": headers,
-            "query_string": b"",
-        }
+        scope = scope_of(messages[0]["body"])
         call = asyncio.create_task(http.app(scope, receive, send))
         await until(lambda: backend.stats()["waiting_documents"] == 6)
         left.set()
         await call
         assert backend.stats()["waiting_documents"] == 3
-        assert [record.fields["status"] for record in requests_in(caplog)] == [499]
+        lines = [line for line in lines_of(caplog) if line["message"] == "request"]
+        assert [line["status"] for line in lines] == [499]
         gc.collect()
-        assert not [
-            record for record in caplog.records if record.name == "asyncio"
-        ]  # it is nobody's error
+        # It is nobody's error.
+        assert "asyncio" not in {record.name for record in caplog.records}
         ranker.may_go_on.set()
         assert (await running).status_code == 200
 
@@ -535,29 +436,21 @@ async def test_clients_with_different_keys_share_the_model():
 # Metrics and logs
 
 
-def metrics(text):
-    return {
-        (sample.name, *sorted(sample.labels.items())): sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-    }
-
-
 async def test_prometheus_reads_what_was_counted():
     async with serving() as http:
         await http.post("/v1/rerank", json={"query": "q", "documents": ["1", LONG, "2"]})
         await http.post("/v1/rerank", json={"query": "q", "documents": ["nan", "1"]})
         await http.get("/some/path")
         response = await http.get("/metrics")
-    found = metrics(response.text)
+    actual = metrics(response.text)
     assert response.headers["content-type"].startswith("text/plain")
-    assert found["rsrank_documents_total",] == 5
-    assert found["rsrank_tokens_total",] == 17
-    assert found["rsrank_waiting_documents",] == 0
-    assert found["rsrank_ready",] == 1
-    assert found["rsrank_request_seconds_count", ("route", "/v1/rerank"), ("status", "200")] == 1
-    assert found["rsrank_request_seconds_count", ("route", "/v1/rerank"), ("status", "422")] == 1
-    assert found["rsrank_request_seconds_count", ("route", "other"), ("status", "404")] == 1
+    assert actual["rsrank_documents_total",] == 5
+    assert actual["rsrank_tokens_total",] == 17
+    assert actual["rsrank_waiting_documents",] == 0
+    assert actual["rsrank_ready",] == 1
+    assert actual["rsrank_request_seconds_count", ("route", "/v1/rerank"), ("status", "200")] == 1
+    assert actual["rsrank_request_seconds_count", ("route", "/v1/rerank"), ("status", "422")] == 1
+    assert actual["rsrank_request_seconds_count", ("route", "other"), ("status", "404")] == 1
 
 
 async def test_two_services_in_one_process_count_apart():
@@ -581,10 +474,10 @@ async def test_a_real_models_prefixes_are_counted(tiny_folder):
             await http.post(
                 "/v1/rerank", json={"query": "When?", "documents": ["In 1932.", "Never."]}
             )
-        found = metrics((await http.get("/metrics")).text)
-    assert found["rsrank_prefix_misses_total",] == 2
-    assert found["rsrank_prefix_device_hits_total",] == 2
-    assert 0 < found["rsrank_prefix_device_bytes",] < found["rsrank_prefix_device_limit",]
+        actual = metrics((await http.get("/metrics")).text)
+    assert actual["rsrank_prefix_misses_total",] == 2
+    assert actual["rsrank_prefix_device_hits_total",] == 2
+    assert 0 < actual["rsrank_prefix_device_bytes",] < actual["rsrank_prefix_device_limit",]
 
 
 def lines_of(caplog):
@@ -714,26 +607,11 @@ def test_without_the_extra_the_command_to_install_it_is_named(tmp_path, package)
 @contextmanager
 def process(*arguments, ready=True):
     """A running `rsrank serve`, by default when it is ready: the process and a client of it."""
-    command = [
-        sys.executable,
-        "-m",
-        "rsrank_rag",
-        "serve",
-        "--model",
-        "mini",
-        "--port",
-        "0",
-        "--dtype",
-        "float32",
-    ]
+    command = [sys.executable, "-m", "rsrank_rag", "serve", "--model", "mini", "--port", "0"]
+    command += ["--dtype", "float32", "--device", "cpu", *arguments]
     environment = {**os.environ, KEYS: "secretkey", "COLUMNS": "200"}
-    options = {
-        "stdout": subprocess.PIPE,
-        "stderr": subprocess.PIPE,
-        "text": True,
-        "env": environment,
-    }
-    with subprocess.Popen([*command, "--device", "cpu", *arguments], **options) as service:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, env=environment, **pipes) as service:
         service.log = []
         reader = threading.Thread(target=lambda: service.log.extend(service.stderr), daemon=True)
         reader.start()
@@ -753,13 +631,6 @@ def process(*arguments, ready=True):
         finally:
             service.kill()
             reader.join(10)
-
-
-def wait_until(condition, seconds=300):
-    ends = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < ends, "it never came true"
-        time.sleep(0.02)
 
 
 def listens(address):
@@ -788,25 +659,20 @@ def service():
         yield made
 
 
-PASSAGES = [
-    "A bee's waggle dance tells the hive where flowers are.",
-    "Trains run on rails.",
-    "",
-    "Honey keeps.",
-]
-BEES = "How do bees tell each other where flowers are?"
+WAGGLE = "A bee's waggle dance tells the hive where flowers are."
+PASSAGES = [WAGGLE, "Trains run on rails.", "", "Honey keeps."]
+BEES = {"query": "How do bees tell each other where flowers are?", "documents": PASSAGES}
 
 
 @pytest.mark.slow
 def test_a_served_model_is_ready_and_scores_as_in_python(service):
     _, http = service
     assert http.get("/ready").json() == {"status": "ready"}
-    found = http.post("/v1/rerank", json={"query": BEES, "documents": PASSAGES}).json()
-    expected = RSRank.from_pretrained("mini", dtype="float32", device="cpu").rank(
-        BEES, PASSAGES, threshold=None
-    )
-    assert [index for index, _ in scores(found)] == [document.index for document in expected.kept]
-    assert [score for _, score in scores(found)] == pytest.approx(
+    actual = http.post("/v1/rerank", json=BEES).json()
+    ranker = RSRank.from_pretrained("mini", dtype="float32", device="cpu")
+    expected = ranker.rank(**BEES, threshold=None)
+    assert [index for index, _ in scores(actual)] == [document.index for document in expected.kept]
+    assert [score for _, score in scores(actual)] == pytest.approx(
         [d.score for d in expected.kept], abs=1e-4
     )
 
@@ -814,14 +680,12 @@ def test_a_served_model_is_ready_and_scores_as_in_python(service):
 @pytest.mark.slow
 def test_no_request_is_lost_when_the_models_process_is_killed(service):
     process_, http = service
-    expected = dict(
-        scores(http.post("/v1/rerank", json={"query": BEES, "documents": PASSAGES}).json())
-    )
+    expected = dict(scores(http.post("/v1/rerank", json=BEES).json()))
     answers, stop = [], threading.Event()
 
     def ask():
         while not stop.is_set():
-            answers.append(http.post("/v1/rerank", json={"query": BEES, "documents": PASSAGES}))
+            answers.append(http.post("/v1/rerank", json=BEES))
 
     threads = [threading.Thread(target=ask) for _ in range(4)]
     for thread in threads:
@@ -834,9 +698,8 @@ def test_no_request_is_lost_when_the_models_process_is_killed(service):
     for thread in threads:
         thread.join()
     assert {answer.status_code for answer in answers} == {200}
-    assert all(
-        dict(scores(answer.json())) == pytest.approx(expected, abs=1e-4) for answer in answers
-    )
+    for answer in answers:
+        assert dict(scores(answer.json())) == pytest.approx(expected, abs=1e-4)
     assert worker_of(process_) != first
     assert metrics(http.get("/metrics").text)["rsrank_restarts_total",] == 1
 
@@ -844,10 +707,9 @@ def test_no_request_is_lost_when_the_models_process_is_killed(service):
 @pytest.mark.slow
 def test_the_log_is_json_without_texts_or_keys(service):
     process_, http = service
-    http.post("/v1/rerank", json={"query": BEES, "documents": PASSAGES})
-    wait_until(
-        lambda: any('"documents": 4' in line for line in process_.log)
-    )  # a thread reads what it writes
+    http.post("/v1/rerank", json=BEES)
+    # A thread reads what it writes.
+    wait_until(lambda: any('"documents": 4' in line for line in process_.log))
     lines = [json.loads(line) for line in process_.log]
     assert any(line["message"] == "request" and line["documents"] == 4 for line in lines)
     # Whole words: an identifier in hexadecimal digits may well contain "bee".
@@ -863,7 +725,7 @@ def test_sigterm_ends_the_service_when_what_is_in_flight_has_been_answered():
         answers = []
 
         def ask():
-            answers.append(http.post("/v1/rerank", json={"query": BEES, "documents": documents}))
+            answers.append(http.post("/v1/rerank", json={**BEES, "documents": documents}))
 
         threads = [threading.Thread(target=ask) for _ in range(2)]
         for thread in threads:
