@@ -77,27 +77,21 @@ def test_bm25_negatives_are_those_of_scoring_every_document():
     rows_of_queries = irrelevant_rows(Negatives(kind="bm25", count=6))
     for (_, text, relevant), rows in zip(QUERIES, rows_of_queries, strict=True):
         slow = slow_bm25(text)
-        assert [slow[row] for row in rows] == pytest.approx(
-            [slow[row] for row in best_of(slow, relevant, 6)], rel=1e-5
-        )
+        best = [slow[row] for row in best_of(slow, relevant, 6)]
+        assert [slow[row] for row in rows] == pytest.approx(best, rel=1e-5)
         assert not relevant & set(rows)
         assert len(set(rows)) == 6
 
 
 def test_dense_negatives_are_those_of_scoring_every_document(encoder):
-    rows_of_queries = choose(
-        Negatives(kind="dense", count=6, encoder=str(encoder)),
-        QUERIES,
-        len(TEXTS),
-        read,
-        options=LoadOptions(device="cpu"),
-    )
-    ranker = BiEncoder(str(encoder), options=LoadOptions(device="cpu"))
+    options = LoadOptions(device="cpu")
+    dense = Negatives(kind="dense", count=6, encoder=str(encoder))
+    rows_of_queries = choose(dense, QUERIES, len(TEXTS), read, options=options)
+    ranker = BiEncoder(str(encoder), options=options)
     for (_, text, relevant), rows in zip(QUERIES, rows_of_queries, strict=True):
         cosines = ranker.score(text, TEXTS)
-        assert [cosines[row] for row in rows] == pytest.approx(
-            [cosines[row] for row in best_of(cosines, relevant, 6)], abs=1e-5
-        )
+        best = [cosines[row] for row in best_of(cosines, relevant, 6)]
+        assert [cosines[row] for row in rows] == pytest.approx(best, abs=1e-5)
         assert not relevant & set(rows)
 
 
@@ -119,9 +113,8 @@ def test_without_a_common_word_negatives_are_random():
 @pytest.mark.parametrize("kind", ["random", "bm25"])
 def test_a_part_of_the_corpus_gives_all_negatives(kind):
     part = set(random.Random("corpus:0").sample(range(len(TEXTS)), 20))
-    for (_, _, relevant), rows in zip(
-        QUERIES, irrelevant_rows(Negatives(kind=kind, count=30, corpus=20)), strict=True
-    ):
+    rows_of_queries = irrelevant_rows(Negatives(kind=kind, count=30, corpus=20))
+    for (_, _, relevant), rows in zip(QUERIES, rows_of_queries, strict=True):
         assert set(rows) == part - relevant
 
 
@@ -157,14 +150,10 @@ def test_the_candidates_of_all_queries_are_the_corpus_of_a_file():
 
 
 def test_negatives_are_written_as_a_kind_and_an_encoder():
-    assert [Negatives.parse(kind) for kind in ("random", "bm25", "dense")] == [
-        Negatives(),
-        Negatives(kind="bm25"),
-        Negatives(kind="dense"),
-    ]
-    assert Negatives.parse("dense:./models/mine:v2") == Negatives(
-        kind="dense", encoder="./models/mine:v2"
-    )
+    for kind in ("random", "bm25", "dense"):
+        assert Negatives.parse(kind) == Negatives(kind=kind)
+    named = Negatives(kind="dense", encoder="./models/mine:v2")
+    assert Negatives.parse("dense:./models/mine:v2") == named
 
 
 @pytest.mark.parametrize("text", ["", "hard", "BM25", "bm25:x", "random:", "dense:"])

@@ -23,11 +23,12 @@ def serve(monkeypatch, value):
     """What `rsrank serve` does with this value of the variable of keys; and its settings."""
     monkeypatch.setenv(KEYS, value)
     settings = []
-    monkeypatch.setattr(
-        cli_service,
-        "run",
-        lambda backend, own, *_: create_app(backend, own) and settings.append(own),
-    )
+
+    def run(backend, own, *_):
+        create_app(backend, own)
+        settings.append(own)
+
+    monkeypatch.setattr(cli_service, "run", run)
     result = CliRunner().invoke(app, ["serve", "--model", "bm25"], env={"COLUMNS": "200"})
     return result, settings
 
@@ -69,9 +70,8 @@ def test_a_file_holds_a_key_a_line_and_at_least_one(tmp_path):
     assert keys_of(Settings(api_key_file=file)) == ["one", "two"]
     file.write_text("\n", encoding="utf-8")
     for bad, says in ((file, "holds no key"), (tmp_path / "none", "could not be read")):
-        done = CliRunner().invoke(
-            app, ["serve", "--api-key-file", str(bad)], env={"COLUMNS": "200"}
-        )
+        arguments = ["serve", "--api-key-file", str(bad)]
+        done = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
         assert (done.exit_code, says in done.stderr, len(done.stderr.splitlines())) == (2, True, 1)
 
 
@@ -81,10 +81,11 @@ async def test_keys_change_with_their_file_and_stay_if_it_is_broken(tmp_path, ca
     async with serving(api_key_file=file) as http:
 
         async def opens(*keys):
-            actual = [
-                await http.get("/info", headers={"Authorization": f"Bearer {key}"}) for key in keys
-            ]
-            return [answer.status_code == 200 for answer in actual]
+            is_open = []
+            for key in keys:
+                answer = await http.get("/info", headers={"Authorization": f"Bearer {key}"})
+                is_open.append(answer.status_code == 200)
+            return is_open
 
         assert await opens("old", "new") == [True, False]
         before = file.stat()
@@ -114,12 +115,7 @@ def test_an_open_service_beyond_loopback_is_warned_of(host, keys, warned, tmp_pa
         "Server.run = lambda self, sockets: None\n"
         "from rsrank_rag.cli import app\napp(sys.argv[1:])\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, "serve", "--host", host, "--port", "0", "--model", "bm25"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=True,
-    )
+    command = [sys.executable, "-c", code, "serve", "--host", host, "--port", "0"]
+    options = {"env": environment, "capture_output": True, "text": True, "check": True}
+    done = subprocess.run([*command, "--model", "bm25"], timeout=300, **options)
     assert ("without an API key" in done.stderr) is warned

@@ -161,8 +161,5 @@ def suppressed(function, *arguments):
 
 
 def waiting(served):
-    return (
-        httpx.get(f"{served.url}/metrics")
-        .text.partition("\nrsrank_waiting_documents")[2]
-        .partition("\n")[0]
-    )
+    text = httpx.get(f"{served.url}/metrics").text
+    return text.partition("\nrsrank_waiting_documents")[2].partition("\n")[0]
