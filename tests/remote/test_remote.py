@@ -225,7 +225,7 @@ async def test_what_makes_no_sense_is_not_sent(
 def test_the_address_may_end_as_other_clients_want_it(address, ending):
     assert RemoteReranker(address + ending).base_url == address
     assert RemoteReranker(address + ending).score("a", ["a"]) == [0.0]
-    assert RemoteReranker("https://host/path" + ending).base_url == "https://gate/way"
+    assert RemoteReranker("https://host/path" + ending).base_url == "https://host/path"
 
 
 @pytest.mark.parametrize(
