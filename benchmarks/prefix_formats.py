@@ -19,8 +19,8 @@ from torch import Tensor
 from rsrank_rag import RSRank
 from rsrank_rag.backends.torch.backbone import Backbone
 from rsrank_rag.evaluation.datasets import LabelledQuery, read_labelled
+from rsrank_rag.method.batches import Row
 from rsrank_rag.method.prefix import Prefix, Prefixes
-from rsrank_rag.method.scoring import Row
 from rsrank_rag.prefixes.cache import PackedPrefix
 
 from .workload import on_torch

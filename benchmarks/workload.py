@@ -32,7 +32,6 @@ from rsrank_rag.method.formula import (
     shift_terms,
     similarity_windows,
 )
-from rsrank_rag.method.scoring import of_layer
 
 WORDS = """
 river stone early market signal window quiet number garden engine letter summer copper valley
@@ -195,11 +194,13 @@ class Plain:
             batch = prefixes[start : start + self.rows]
             values, agreement = self._read(batch, tokens.ids, tokens.scored)
             total = torch.zeros(len(batch), device=self.ranker.backbone.device)
-            for layer in projection.layers:
+            for place, layer in enumerate(projection.layers):
                 shift = representational_shift(
                     values[layer][:, :, tokens.scored], null_values[layer][:, :, tokens.scored]
                 )
-                terms = shift_terms(shift, *of_layer(projection, layer))
+                heads = projection.head_weight
+                head_weight = None if heads is None else heads[place]
+                terms = shift_terms(shift, projection.weight[place], head_weight)
                 total += terms.mean(-1).sum(-1)
             for shift_score, of_windows in zip(total, agreement, strict=True):
                 scores.append(float(combine(shift_score, of_windows, projection.agreement)))

@@ -17,9 +17,9 @@ from .artifact.opening import Parts, new_artifact, open_artifact
 from .artifact.saving import PushOptions, push_artifact, save_artifact
 from .backends.options import LoadArguments, LoadOptions, ModelSource
 from .errors import InputError, check_names, check_text, finite, problems_of, too_large
-from .method.batches import DoesNotFitError, Ids, token_budget_for
+from .method.batches import DoesNotFitError, Ids, Row, token_budget_for
 from .method.formula import Weights, similarity_windows
-from .method.scoring import Row, RowTerms, ShiftReader, row_terms, score_in_batches
+from .method.scoring import RowTerms, ShiftReader, row_terms, score_in_batches
 from .method.template import PromptTokenizer, TokenisedDocument, TokenisedQuery
 from .prefixes.cache import CachedPrefixes, PrefixTiers
 from .ranking.explanation import Explanation

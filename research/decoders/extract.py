@@ -19,7 +19,8 @@ from rsrank_rag.backends.torch.fusion import layers_of
 from rsrank_rag.cli.arguments import PATH, command
 from rsrank_rag.errors import TrainingError
 from rsrank_rag.evaluation.datasets import LabelledQuery
-from rsrank_rag.method.scoring import Consume, Row, ShiftReader
+from rsrank_rag.method.batches import Row
+from rsrank_rag.method.scoring import Consume, ShiftReader
 from rsrank_rag.method.template import Template
 from rsrank_rag.training.features import FeatureExtractor
 from rsrank_rag.training.recipe import FeaturePart

@@ -57,6 +57,9 @@ class LanguageModel(ABC):
             every weight below, so that they identify a checkpoint.
         graphs: Graphs for ONNX Runtime, by the names of their files; empty on torch.
         identity: What prefixes depend on, besides files, template and layers.
+        inference: A context manager for runs without gradients.
+        reach: Of layers in which a token's value vector depends only on so many positions before
+            it: this number. Other layers have no limit.
     """
 
     name: str
@@ -76,6 +79,8 @@ class LanguageModel(ABC):
     sample: tuple[float, ...]
     graphs: Mapping[str, bytes] = MappingProxyType({})
     identity: dict[str, object]
+    inference: Callable[[], AbstractContextManager[object]] = nullcontext
+    reach: Mapping[int, int] = MappingProxyType({})
 
     @abstractmethod
     def save(self, folder: Path, tokenizer: Any) -> None:
@@ -147,20 +152,9 @@ class LanguageModel(ABC):
         layers = self.last_layer - self.fusion_layer
         return 2 * layers * self.num_heads * self.head_dim * int(self.dtype.itemsize)
 
-    def inference(self) -> AbstractContextManager[object]:
-        """A context manager for runs without gradients."""
-        return nullcontext()
-
     def on_device(self, weights: Weights) -> Weights:
         """B on the device. The caller may go on with training the argument."""
         return weights
-
-    def reach(self, layer: int) -> int | None:
-        """How many positions before a token can change the token's value vector at a layer.
-
-        None if there is no limit.
-        """
-        return None
 
 
 def trial_ids(vocabulary: int) -> Ids:

@@ -1,4 +1,4 @@
-"""Batches that fit into memory."""
+"""Rows, and batches of them that fit into memory."""
 
 import gc
 import logging
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from ..cancellation import check_cancelled
+from .template import TokenisedQuery
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +28,21 @@ SIMILAR_LENGTH = 0.7
 SMALL_BATCH = 8
 
 Item = TypeVar("Item", bound=Sized)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A document and a query as token ids, and the document's key in the prefix cache.
+
+    If the key is empty, the prefix cache computes it.
+    """
+
+    document: Ids
+    query: TokenisedQuery
+    key: str = ""
+
+    def __len__(self) -> int:
+        return len(self.document)
 
 
 @dataclass(eq=False)
@@ -76,26 +92,22 @@ class Batches(Generic[Item]):
         self.budget = budget
         self.extra = extra
         self.similar = similar
-        self.retries = 0
         self._size = 0
+        self._failed = False
 
     def __iter__(self) -> Iterator[list[Item]]:
         while self.waiting:
             check_cancelled()
-            retries = self.retries
-            self._size = self._next_size()
+            cost = len(self.waiting[-1]) + self.extra
+            fitting = min(len(self.waiting), self.budget // cost)
+            shorter = bisect_left(self.waiting, cost * self.similar - self.extra, key=len)
+            similar = max(len(self.waiting) - shorter, self.budget // SMALL_BATCH // cost)
+            self._size = max(1, min(fitting, similar))
+            self._failed = False
             yield self.waiting[-self._size :]
-            if self.retries > retries:
+            if self._failed:
                 # The failed run's tensors are gone by now, so their memory can be given back.
                 free_memory()
-
-    def _next_size(self) -> int:
-        longest = len(self.waiting[-1])
-        cost = longest + self.extra
-        fits = max(1, min(len(self.waiting), self.budget // cost))
-        shorter = bisect_left(self.waiting, cost * self.similar - self.extra, key=len)
-        similar = len(self.waiting) - shorter
-        return max(1, min(fits, max(similar, self.budget // SMALL_BATCH // cost)))
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
@@ -118,7 +130,7 @@ class Batches(Generic[Item]):
             logger.warning(
                 "Out of memory with %d documents at once; going on with %d.", self._size, half
             )
-            self.retries += 1
+            self._failed = True
             self.budget = (len(self.waiting[-1]) + self.extra) * half
         else:
             del self.waiting[-self._size :]

@@ -133,8 +133,8 @@ class Prefixes:
         states = xp.empty(size, dtype=first.dtype, device=first.device)
         # Fresh memory may hold NaN, and a masked NaN is still NaN.
         states[..., :slots, :] = 0
-        for row, prefix in enumerate(prefixes):
-            end = slots + len(prefix)
+        for row, (prefix, length) in enumerate(zip(prefixes, lengths, strict=True)):
+            end = slots + length
             states[:, :, row, :, slots:end] = prefix.states
             states[:, :, row, :, end:] = 0
         pooled = [prefix.pooled for prefix in prefixes]

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import TYPE_CHECKING, NamedTuple
 
-from .batches import Batches, Ids, device_kind
+from .batches import Batches, Row, device_kind
 from .formula import (
     Array,
     Numbers,
@@ -66,21 +66,6 @@ Consume = Callable[[int, Array], object]
 """Receives a layer's index and its shifts, (N, H, T, D) fp32, 0 after shorter queries."""
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """A document and a query as token ids, and the document's key in the prefix cache.
-
-    If the key is empty, the prefix cache computes it.
-    """
-
-    document: Ids
-    query: TokenisedQuery
-    key: str = ""
-
-    def __len__(self) -> int:
-        return len(self.document)
-
-
 @dataclass(eq=False)
 class ShiftReader:
     """Reads shifts. Scoring and training both read here, so that B is used as it was trained.
@@ -111,21 +96,18 @@ class ShiftReader:
         queries = list(dict.fromkeys(row.query for row in rows))
         # The documents' rows, and a null row for each query below them.
         query_of_row = [queries.index(query) for query in (*(row.query for row in rows), *queries)]
-        slots = 0
-        if self.backbone.uses_query_slots:
-            slots = max(len(query.ids) for query in queries)
+        ids = [query.ids for query in queries]
+        slots = max(map(len, ids)) if self.backbone.uses_query_slots else 0
         null_rows = [self.backbone.null_prefix(self.prompts.null_prefix)] * len(queries)
         if self.cache is None:
             documents = [row.document for row in rows]
             prefixes = self.backbone.prefill(documents, slots, null_rows)
         else:
             prefixes = self.cache.prefill(self.backbone, rows, slots, null_rows)
-        batch = _BatchReader(self, len(rows), queries, query_of_row, prefixes, consume)
-        embedded = self.backbone.query_values(
-            [query.ids for query in queries], prefixes, batch.show, query_of_row
-        )
+        batch = _BatchReader(self, queries, query_of_row, prefixes, consume)
+        embedded = self.backbone.query_values(ids, prefixes, batch.show, query_of_row)
         if len(embedded):
-            batch.compare(embedded)
+            batch.similarity[:, :, 0] = batch.cosines(embedded)
         return batch.similarity
 
 
@@ -135,128 +117,118 @@ class _BatchReader:
     def __init__(
         self,
         reader: ShiftReader,
-        count: int,
         queries: Sequence[TokenisedQuery],
         query_of_row: Sequence[int],
         prefixes: Prefixes,
         consume: Consume,
     ) -> None:
         xp = namespace(prefixes.keys[0])
+        on_device = {"device": reader.backbone.device}
+        count = len(query_of_row) - len(queries)
         self.xp = xp
-        self.on_device = {"device": reader.backbone.device}
+        self.on_device = on_device
         self.reader = reader
-        self.count = count
         self.prefixes = prefixes
         self.consume = consume
-        index = xp.asarray(query_of_row, **self.on_device)
+        self.count = count
+        self.query_of_row = query_of_row[:count]
+        index = xp.asarray(query_of_row, **on_device)
         self.null_row = index[:count]
-        starts = xp.asarray([query.start for query in queries], **self.on_device)
-        self.starts = starts[index][:, None]
-        lengths = xp.asarray([query.length for query in queries], **self.on_device)
-        self.lengths = lengths[self.null_row][:, None]
-        self.columns = xp.arange(max(query.length for query in queries), **self.on_device)
-        longest = max(prefixes.lengths[:count])
-        self.windows = similarity_windows(longest, reader.backbone.similarity_window)
-        size = (count, len(self.windows), 1 + len(self.columns))
-        self.similarity = xp.zeros(size, dtype=xp.float64, **self.on_device)
-        counts = [len(vectors) for vectors in prefixes.pooled[:count]]
-        counts = xp.asarray(counts, **self.on_device)[:, None]
-        numbers = xp.arange(len(self.windows), **self.on_device)
-        self.window_of_row = xp.where(numbers < counts, numbers, 0)
-        self.first_window = counts.cumsum(0) - counts
+        # The scored tokens of each row, null rows too, and which of them are no padding.
+        starts = xp.asarray([query.start for query in queries], **on_device)[index][:, None]
+        lengths = xp.asarray([query.length for query in queries], **on_device)[index][:, None]
+        columns = xp.arange(max(query.length for query in queries), **on_device)
+        longest_query = max(len(query.ids) for query in queries)
+        self.places = (starts + columns).clip(None, longest_query - 1)
+        self.row_numbers = xp.arange(len(query_of_row), **on_device)[:, None]
+        self.lengths = lengths[:count]
+        self.scored = columns < self.lengths
+        # The number of each row's window, or 0, the whole document, for windows that it lacks.
+        longest_document = max(prefixes.lengths[:count])
+        self.windows = similarity_windows(longest_document, reader.backbone.similarity_window)
+        counts = xp.asarray([len(vectors) for vectors in prefixes.pooled[:count]], **on_device)
+        numbers = xp.arange(len(self.windows), **on_device)
+        self.window_of_row = xp.where(numbers < counts[:, None], numbers, 0)
+        self.first_window = (counts.cumsum(0) - counts)[:, None]
+        size = (count, len(self.windows), 1 + len(columns))
+        self.similarity = xp.zeros(size, dtype=xp.float64, **on_device)
 
     def show(self, layer: int, values: Array) -> None:
         """Read one layer's value vectors, (N + Q, H, all tokens, D)."""
-        values = self._scored(values)
+        values = values[self.row_numbers, :, self.places].swapaxes(1, 2)
         documents = values[: self.count]
-        if layer == self.reader.backbone.fusion_layer > 0:
+        backbone = self.reader.backbone
+        if layer == backbone.fusion_layer > 0:
             self.similarity[:, :, 1:] = self._maxsim(documents)
-        if layer in self.reader.layers:
-            alone = values[self.count :]
-            # The null row of a single query is broadcast and not copied.
-            if len(alone) > 1:
-                alone = alone[self.null_row]
-            shifts = representational_shift(documents, alone)
-            self.consume(layer, shifts * self._counted(layer)[:, None, :, None])
+        if layer not in self.reader.layers:
+            return
+        alone = values[self.count :]
+        # The null row of a single query is broadcast and not copied.
+        if len(alone) > 1:
+            alone = alone[self.null_row]
+        counted = self.scored
+        if layer in backbone.reach:
+            # Later tokens cannot know of the document. Their shift is rounding, and its direction
+            # would count as much as any other.
+            limit = max(0, backbone.reach[layer] - self.reader.prompts.after_document)
+            counted = counted & (self.places[: self.count] < limit)
+        shifts = representational_shift(documents, alone)
+        self.consume(layer, shifts * counted[:, None, :, None])
 
-    def compare(self, queries: Array) -> None:
-        """Compute the cosines of the documents' windows and the queries, both pooled, (Q, C)."""
-        pooled = self.xp.concatenate(self.prefixes.pooled[: self.count])
-        windows = (self.first_window + self.window_of_row).reshape(-1)
-        query_of_window = (self.null_row[:, None] + 0 * self.window_of_row).reshape(-1)
+    def cosines(self, queries: Array) -> Array:
+        """Cosines of the documents' windows, (N, W), and the queries, both pooled, (Q, C)."""
+        xp = self.xp
+        pooled = self.prefixes.pooled[: self.count]
+        query_of_window: list[int] = []
+        for query, windows in zip(self.query_of_row, pooled, strict=True):
+            query_of_window += [query] * len(windows)
+        vectors = xp.concatenate(pooled)
         cosines = []
-        for start in range(0, len(windows), VECTORS):
+        for start in range(0, len(vectors), VECTORS):
             part = slice(start, start + VECTORS)
-            cosines.append(cosine(pooled[windows[part]], queries[query_of_window[part]]))
-        self.similarity[:, :, 0] = self.xp.concatenate(cosines).reshape(self.window_of_row.shape)
-
-    def _scored(self, values: Array) -> Array:
-        """Of value vectors (rows, H, all tokens, D) those of scored tokens, (rows, H, T, D)."""
-        places = (self.starts + self.columns).clip(None, values.shape[2] - 1)
-        rows = self.xp.arange(len(places), **self.on_device)[:, None]
-        return values[rows, :, places].swapaxes(1, 2)
+            cosines.append(cosine(vectors[part], queries[query_of_window[part]]))
+        return xp.concatenate(cosines)[self.first_window + self.window_of_row]
 
     def _maxsim(self, queries: Array) -> Array:
         """MaxSim by window of each token, divided by the number of tokens, (N, W, T).
 
         The queries' values are (N, H, T, D).
         """
+        xp = self.xp
         prompts = self.reader.prompts
         documents = self.prefixes.values[0][: self.count, :, self.prefixes.query_slots :]
-        xp = self.xp
         places = xp.arange(documents.shape[2], **self.on_device)
         lengths = xp.asarray(self.prefixes.lengths[: self.count], **self.on_device)
         ends = (lengths - prompts.after_document)[:, None]
         in_document = (places >= len(prompts.instruction)) & (places < ends)
         best = cast(maxsim(queries, documents, in_document, self.windows), "float64")
-        best = best[xp.arange(len(best), **self.on_device)[:, None], self.window_of_row]
-        lengths = self.lengths[:, None]
-        return token_shares(xp.where(self.columns < lengths, best, 0), lengths)
-
-    def _counted(self, layer: int) -> Array:
-        """Which tokens count, (N, T): none after shorter queries, or where no document reaches.
-
-        In a model whose layers all have sliding windows, late tokens cannot know of the document.
-        Their shift is rounding, and its direction would count as much as any other.
-        """
-        scored = self.columns < self.lengths
-        reach = self.reader.backbone.reach(layer)
-        if reach is not None:
-            limit = max(0, reach - self.reader.prompts.after_document)
-            scored = scored & (self.starts[: self.count] + self.columns < limit)
-        return scored
+        best = best[self.row_numbers[: self.count], self.window_of_row]
+        return token_shares(xp.where(self.scored[:, None], best, 0), self.lengths[:, None])
 
 
 def score_rows(
     reader: ShiftReader, projection: Weights, rows: Sequence[Row]
 ) -> tuple[Array, Array, Array]:
-    """The scores of a batch (paper, Section 4.3), and the terms that add up to them.
+    """The scores of a batch (paper, Section 4.3), and what they are made of.
 
     Returns:
-        Scores, (N,), above 0 for relevant documents; shift terms divided by the number of tokens,
-        (N, L, H, T); similarity terms of each window, (N, W, 1 + T), of which those with the
-        greatest sum count. All are float64.
+        Scores, (N,), above 0 for relevant documents; shift terms before the mean over tokens,
+        (N, L, H, T); similarity, as `ShiftReader.read` returns it. All are float64.
     """
     layers: list[Array] = []
 
     def add(layer: int, shifts: Array) -> None:
-        layers.append(cast(shift_terms(shifts, *of_layer(projection, layer)), "float64"))
+        place = projection.layers.index(layer)
+        head_weight = None if projection.head_weight is None else projection.head_weight[place]
+        terms = shift_terms(shifts, projection.weight[place], head_weight)
+        layers.append(cast(terms, "float64"))
 
     similarity = reader.read(rows, add)
     xp = namespace(similarity)
     lengths = xp.asarray([row.query.length for row in rows], device=similarity.device)
     terms = xp.stack(layers, 1)
     shift_scores = token_mean(terms.sum((1, 2)), lengths)
-    scores = combine(shift_scores, similarity, projection.agreement)
-    shares = token_shares(terms, lengths[:, None, None, None])
-    return scores, shares, similarity_terms(similarity, projection.agreement)
-
-
-def of_layer(projection: Weights, layer: int) -> tuple[Array, Array | None]:
-    """For `shift_terms`: B of one backbone layer, (H, P, D), and its head weights, (H,) or None."""
-    row = projection.layers.index(layer)
-    heads = projection.head_weight
-    return projection.weight[row], None if heads is None else heads[row]
+    return combine(shift_scores, similarity, projection.agreement), terms, similarity
 
 
 class RowTerms(NamedTuple):
@@ -285,9 +257,9 @@ def row_terms(reader: ShiftReader, projection: Weights, row: Row) -> RowTerms:
     for batch in batches:
         with reader.backbone.inference(), batches.attempt():
             scores, terms, similarity = score_rows(reader, projection, batch)
-    windows = to_numpy(similarity[0])
+    windows = to_numpy(similarity_terms(similarity[0], projection.agreement))
     best = int(windows.sum(-1).argmax())
-    shift = to_numpy(terms[0]).transpose(2, 0, 1)
+    shift = to_numpy(token_shares(terms[0], row.query.length)).transpose(2, 0, 1)
     return RowTerms(float(scores[0]), shift, windows[best], best)
 
 

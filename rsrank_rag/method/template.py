@@ -71,21 +71,16 @@ class TokenisedDocument:
 
 @dataclass(frozen=True)
 class TokenisedQuery:
-    """Ids of ``query_start + query + suffix``; those from ``start`` to ``stop`` - 1 are scored."""
+    """Ids of ``query_start + query + suffix``; the ``length`` ids from ``start`` on are scored."""
 
     ids: tuple[int, ...]
     start: int
-    stop: int
-
-    @property
-    def length(self) -> int:
-        """Number of scored tokens, T."""
-        return self.stop - self.start
+    length: int
 
     @property
     def scored(self) -> slice:
         """The scored tokens."""
-        return slice(self.start, self.stop)
+        return slice(self.start, self.start + self.length)
 
 
 def private_copy(
@@ -316,7 +311,7 @@ class PromptTokenizer:
         positions = self.template.positions
         start = last if positions == "suffix" else first
         stop = last if positions == "query" else len(every)
-        return TokenisedQuery(every, start, stop)
+        return TokenisedQuery(every, start, stop - start)
 
     def documents(self, documents: Sequence[str], query_length: int) -> list[TokenisedDocument]:
         """Tokenise documents; a document that is too long is cut at its end.

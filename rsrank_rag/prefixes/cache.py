@@ -22,9 +22,8 @@ from tqdm.auto import tqdm
 from typing_extensions import Self
 
 from ..errors import InputError
-from ..method.batches import Batches, Ids, device_kind
+from ..method.batches import Batches, Ids, Row, device_kind
 from ..method.prefix import Prefix, Prefixes
-from ..method.scoring import Row
 from .disk import FORMAT, Disk, PackedPrefix
 
 if TYPE_CHECKING:
@@ -127,15 +126,17 @@ class PrefixTiers:
                 self.in_memory.move_to_end(key)
                 self.counts.device_hits += 1
                 return prefix
-        packed = self.read_file(key)
-        if packed is not None:
-            prefix = packed.unpack(self.device, self.dtype)
-        with self.lock:
-            if prefix is None:
+            if self.disk is None:
                 self.counts.misses += 1
-            else:
-                self.counts.disk_hits += 1
-                self.add(key, prefix)
+                return None
+        packed = self.read_file(key)
+        with self.lock:
+            if packed is None:
+                self.counts.misses += 1
+                return None
+            self.counts.disk_hits += 1
+            prefix = packed.unpack(self.device, self.dtype)
+            self.add(key, prefix)
         return prefix
 
     def put(self, key: str, prefix: Prefix) -> Prefix:

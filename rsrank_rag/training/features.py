@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ..errors import TrainingError, too_large
 from ..evaluation.datasets import LabelledQuery
-from ..method.batches import Batches, DoesNotFitError, Ids, token_budget_for
-from ..method.scoring import Row, ShiftReader
+from ..method.batches import Batches, DoesNotFitError, Ids, Row, token_budget_for
+from ..method.scoring import ShiftReader
 from ..method.template import PromptTokenizer
 from .feature_scores import with_equal_windows
 from .recipe import FeaturePart

@@ -15,7 +15,6 @@ from rsrank_rag.method.formula import (
     shift_terms,
     similarity_terms,
 )
-from rsrank_rag.method.scoring import of_layer
 from rsrank_rag.training.store import QueryFeatures
 
 N, L, H, T, D, P = 3, 4, 2, 5, 6, 3
@@ -127,9 +126,7 @@ def test_score_equals_slow_loops_over_layers_heads_and_tokens(shift, generator):
 def test_terms_summed_over_layers_and_heads_and_averaged_over_tokens_are_the_score(shift):
     layers = (1, 4, 5, 9)
     projection = Projection.random(layers, H, P, D, seed=2)
-    terms = [
-        shift_terms(shift[:, row], *of_layer(projection, layer)) for row, layer in enumerate(layers)
-    ]
+    terms = [shift_terms(shift[:, row], projection.weight[row]) for row in range(len(layers))]
     assert {term.shape for term in terms} == {(N, H, T)}
     total = sum(term.mean(-1).sum(-1) for term in terms)
     torch.testing.assert_close(score_of(projection, shift), total)

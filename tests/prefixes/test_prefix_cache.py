@@ -21,8 +21,8 @@ from rsrank_rag import RSRank
 from rsrank_rag.backends.options import CacheSettings, ModelSource, as_bytes
 from rsrank_rag.cli import app
 from rsrank_rag.errors import InputError, ScoringError
+from rsrank_rag.method.batches import Row
 from rsrank_rag.method.prefix import Prefix, Prefixes
-from rsrank_rag.method.scoring import Row
 from rsrank_rag.method.template import TokenisedQuery
 from rsrank_rag.partial_files import A_DAY
 from rsrank_rag.prefixes.cache import CachedPrefixes, PackedPrefix, PrefixTiers, memory_share

@@ -18,7 +18,8 @@ from rsrank_rag.artifact.opening import open_model
 from rsrank_rag.backends.options import LoadOptions
 from rsrank_rag.backends.torch.projection import Projection
 from rsrank_rag.evaluation.metrics import ScoredQuery
-from rsrank_rag.method.scoring import Row, ShiftReader
+from rsrank_rag.method.batches import Row
+from rsrank_rag.method.scoring import ShiftReader
 from rsrank_rag.method.template import Template
 from rsrank_rag.training.feature_scores import scored
 from rsrank_rag.training.features import FeatureExtractor

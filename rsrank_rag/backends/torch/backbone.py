@@ -89,6 +89,7 @@ class Backbone(LanguageModel):
         self.loaded_layers: int = self.config.num_hidden_layers
         self.hidden_size = int(self.config.hidden_size)
         self.max_length = self._positions()
+        self.reach = self._reach()
         self._bool_masks = "sdpa" in self.config._attn_implementation
         # Releases of transformers before 5.24 call the argument ``past_key_values``.
         arguments = inspect.signature(self.model.forward).parameters
@@ -249,16 +250,17 @@ class Backbone(LanguageModel):
         kinds = (kinds or ["sliding_attention"] * self.loaded_layers)[: self.loaded_layers]
         return [bool(window) and kind == "sliding_attention" for kind in kinds]
 
-    def reach(self, layer: int) -> int | None:
-        """How many positions before a token can change the token's value vector at a layer.
+    def _reach(self) -> dict[int, int]:
+        """See `LanguageModel.reach`.
 
-        Each layer from the fusion layer to the one before ``layer`` adds its window, less one
-        position. None if there is no limit, because one of them attends to all positions.
+        Each layer from the fusion layer to the one before adds its window, less one position.
         """
-        passed = self._sliding[self.fusion_layer : layer]
-        if not self.causal or not all(passed):
-            return None
-        return len(passed) * (int(self.config.sliding_window) - 1)
+        reach: dict[int, int] = {}
+        for layer in range(self.fusion_layer + 1, self.last_layer + 1):
+            passed = self._sliding[self.fusion_layer : layer]
+            if self.causal and all(passed):
+                reach[layer] = len(passed) * (int(self.config.sliding_window) - 1)
+        return reach
 
     def _column(self, lengths: Sequence[int]) -> Tensor:
         return torch.tensor(lengths, device=self.device)[:, None]
