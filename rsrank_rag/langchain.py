@@ -143,7 +143,7 @@ class RSRankCompressor(RerankerAdapter, BaseDocumentCompressor):
         return {
             "documents": compressed,
             "dropped": [{"index": one.index, "score": one.score} for one in result.dropped],
-            "threshold": result.threshold,
+            "threshold": result.rule.threshold,
             "model": self.model_label,
         }
 

@@ -60,12 +60,14 @@ class RankCall:
     Attributes:
         query: The query.
         documents: The documents, with what is read before their texts.
+        texts: What is read of each document. With ``extract``, each sentence is read by itself.
         reading: How they are read.
         options: The arguments that the caller has set.
     """
 
     query: str
     documents: Sequence[InputDocument]
+    texts: Sequence[str]
     reading: Reading
     options: RankOptions
 
@@ -93,12 +95,7 @@ class RankCall:
         Rule(threshold=0.0).with_limits(options)
         reading = Reading.of(options, long_documents)
         read = as_documents(documents, () if reading.extract else fields)
-        return cls(query, read, reading, options)
-
-    @property
-    def texts(self) -> list[str]:
-        """What is read of each document. With ``extract``, each sentence is read by itself."""
-        return [document.read for document in self.documents]
+        return cls(query, read, [document.read for document in read], reading, options)
 
     def result(
         self, scored: Sequence[Scored], native: Rule, *, query_truncated: bool
@@ -367,7 +364,8 @@ def as_pairs(pairs: Iterable[PairLike]) -> list[Pair]:
             pair = Pair(*pair)
         if not isinstance(pair, Pair):
             raise InputError(f"Pair {place} must be (query, document), got {pair!r:.60}.")
-        check_text("A query", pair.query)
-        check_text(f"Document {place}", pair.document)
+        if not (isinstance(pair.query, str) and isinstance(pair.document, str)):
+            check_text("A query", pair.query)
+            check_text(f"Document {place}", pair.document)
         result.append(pair)
     return result

@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 # Measured with `mini` on a CPU, with queries of 10 to 500 tokens: 150 to 300.
 ATTENDED_PER_TOKEN = 192
 
+# Documents of a call whose words are looked up in the model's vocabulary.
+CHECKED_ROWS = 3
+
 DEFAULT_SETTINGS = ModelSource()
 
 
@@ -237,30 +240,27 @@ class RSRank(Reranker):
             InputError: As `score`.
             ScoringError: As `score`; the position in ``pairs`` is given.
         """
-        tokenised = self._tokenise(as_pairs(pairs))
-        places: dict[Row, list[int]] = {}
+        tokenised = self._tokenise(pairs)
         key_of = cache(self.cache.key)
-        for place, (query, document) in enumerate(tokenised):
+        row_of_pair: list[Row | None] = []
+        for query, document in tokenised:
             if document.empty:
-                continue
-            row = Row(document.ids, query, key_of(document.ids))
-            places.setdefault(row, []).append(place)
-        rows = list(places)
-        self.prompts.words.check(
-            [row.query.ids for row in rows[:1]], [row.document for row in rows]
-        )
-        scores = [BLANK_SCORE] * len(tokenised)
+                row_of_pair.append(None)
+            else:
+                row_of_pair.append(Row(document.ids, query, key_of(document.ids)))
+        rows = [row for row in dict.fromkeys(row_of_pair) if row]
+        self.prompts.words.check("queries", [row.query.ids for row in rows[:1]])
+        self.prompts.words.check("documents", [row.document for row in rows[:CHECKED_ROWS]])
         try:
-            by_row = score_in_batches(self.reader, self.projection, rows, self.token_budget)
+            scores = score_in_batches(self.reader, self.projection, rows, self.token_budget)
         except DoesNotFitError as error:
-            raise too_large(len(error.ids.document), places[error.ids][0]) from None
-        for row, score in by_row.items():
-            for place in places[row]:
-                scores[place] = finite(score, place)
-        return [
-            Scored(score, document.truncated, len(query.ids) + len(document.ids))
-            for score, (query, document) in zip(scores, tokenised, strict=True)
-        ]
+            raise too_large(len(error.ids.document), row_of_pair.index(error.ids)) from None
+        result = []
+        for place, (row, (query, document)) in enumerate(zip(row_of_pair, tokenised, strict=True)):
+            score = BLANK_SCORE if row is None else finite(scores[row], place)
+            tokens = len(query.ids) + len(document.ids)
+            result.append(Scored(score, document.truncated, tokens))
+        return result
 
     def fit_query(self, query: str) -> str:
         """See `Reranker.fit_query`."""
@@ -287,8 +287,11 @@ class RSRank(Reranker):
             costs.append(cost)
         return costs
 
-    def _tokenise(self, pairs: Sequence[Pair]) -> list[tuple[TokenisedQuery, TokenisedDocument]]:
+    def _tokenise(
+        self, pairs: Sequence[PairLike]
+    ) -> list[tuple[TokenisedQuery, TokenisedDocument]]:
         """Token ids of each pair's query and document; errors as `score`."""
+        pairs = as_pairs(pairs)
         tokenised: dict[int, tuple[TokenisedQuery, TokenisedDocument]] = {}
         for text, of_query in by_query(pairs).items():
             query = self.prompts.query(text)
@@ -310,7 +313,7 @@ class RSRank(Reranker):
             InputError: As `score`.
             ScoringError: As `score`.
         """
-        tokens, prompt = self._tokenise(as_pairs([Pair(query, document)]))[0]
+        tokens, prompt = self._tokenise([Pair(query, document)])[0]
         shape = (tokens.length, len(self.projection.layers), self.backbone.num_heads)
         terms = RowTerms(BLANK_SCORE, np.zeros(shape), np.zeros(1 + tokens.length))
         window = None

@@ -59,6 +59,7 @@ WEAK = "rsrank_weak"
 MARKS = (EXCERPTS, WINDOW, TRUNCATED, ERROR, WEAK)
 
 DEFAULT_MODEL = "mini"
+KEEP_ALL = Rule()
 SERVICE_SETTINGS = {"base_url", "api_key", "timeout", "max_retries"}
 
 
@@ -276,7 +277,11 @@ class RerankerAdapter(ModelAdapter):
 
     @model_validator(mode="after")
     def _check_limits_and_reading(self) -> Self:
-        self._options({})
+        # The native threshold is known when the model is loaded; it is never None where the native
+        # fallback is used.
+        options = self._options({})
+        Rule(threshold=0.0).with_limits(options)
+        Reading.of(options)
         return self
 
     def _options(self, limits: Limits) -> Any:
@@ -286,14 +291,12 @@ class RerankerAdapter(ModelAdapter):
             TypeError: A keyword is not the name of a limit.
             InputError: A limit is out of range, or two contradict each other.
         """
-        check_names("A call", limits, Limits.__annotations__)
         settings = {**dict(self), **limits}
         names = RankOptions.__annotations__.keys() & settings.keys()
         options: Any = {name: settings[name] for name in names}
-        # The native threshold is known when the model is loaded; it is never None where the native
-        # fallback is used.
-        Rule(threshold=0.0).with_limits(options)
-        Reading.of(options)
+        if limits:
+            check_names("A call", limits, Limits.__annotations__)
+            Rule(threshold=0.0).with_limits(options)
         return options
 
     def _rank(
@@ -309,7 +312,7 @@ class RerankerAdapter(ModelAdapter):
         """
         options = self._options(limits)
         if not documents:
-            return RankResult(query, Rule(), (), ())
+            return RankResult(query, KEEP_ALL, (), ())
         try:
             with waiting():
                 future = self._start(query, documents, options)
@@ -332,7 +335,7 @@ class RerankerAdapter(ModelAdapter):
         """As `_rank`, without blocking the event loop. A cancelled call ends at its next batch."""
         options = self._options(limits)
         if not documents:
-            return RankResult(query, Rule(), (), ())
+            return RankResult(query, KEEP_ALL, (), ())
         try:
             with waiting():
                 result = await asyncio.wrap_future(self._start(query, documents, options))
@@ -357,13 +360,13 @@ class RerankerAdapter(ModelAdapter):
         kept = []
         for index, document in enumerate(documents[:top_n]):
             kept.append(RankedDocument(index, document.text, math.nan))
-        return Unranked(query, Rule(), tuple(kept), (), error)
+        return Unranked(query, KEEP_ALL, tuple(kept), (), error)
 
     def _checked(
         self, result: RankResult, options: RankOptions, request_id: str | None
     ) -> RankResult:
         """The result. It is an InputError if neither a threshold nor ``top_n`` drops anything."""
-        if options["threshold"] == "native" and result.rule == Rule():
+        if options["threshold"] == "native" and result.rule == KEEP_ALL:
             raise InputError(
                 f"{self.model_label} has no native threshold: nothing in its scores separates "
                 "relevant from irrelevant documents. Give a threshold, a max_gap, a top_n, or "

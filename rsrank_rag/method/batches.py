@@ -84,7 +84,6 @@ class Batches(Generic[Item]):
         self,
         sequences: Iterable[Item],
         budget: int,
-        *,
         extra: int = 0,
         similar: float = SIMILAR_LENGTH,
     ) -> None:

@@ -133,6 +133,32 @@ def similarity_windows(length: int, size: int | None) -> list[tuple[int, int]]:
     return spans
 
 
+def pooled(hidden: Array, lengths: Sequence[int], window: int | None = None) -> list[Array]:
+    """A vector for each similarity window of each text, N times (W, C) fp32.
+
+    It is the mean over the whole text, and the sum over a part: the cosine of a sum is that of the
+    mean. Sums are taken in float64, in which they do not depend on the order.
+
+    Args:
+        hidden: Hidden states, (N, S, C).
+        lengths: The length of each text; further positions are padding.
+        window: Positions of a similarity window; None for the whole text only.
+    """
+    xp = namespace(hidden)
+    rows, longest, width = hidden.shape
+    half = longest if window is None else window // 2
+    halves = -(-longest // half)
+    ends = xp.asarray(lengths, device=hidden.device)[:, None, None]
+    places = xp.arange(longest, device=hidden.device)[:, None]
+    states = xp.zeros((rows, halves * half, width), dtype=xp.float64, device=hidden.device)
+    states[:, :longest] = xp.where(places < ends, hidden, 0)
+    sums = states.reshape(rows, halves, half, width).sum(2)
+    vectors = [sums.sum(1)[:, None] / ends, sums[:, :-1] + sums[:, 1:]]
+    vectors = cast(xp.concatenate(vectors, 1), "float32")
+    counts = [len(similarity_windows(length, window)) for length in lengths]
+    return [row[:count] for row, count in zip(vectors, counts, strict=True)]
+
+
 def maxsim(
     query: Array,
     document: Array,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import monotonic
 from typing import TYPE_CHECKING, NamedTuple
@@ -274,7 +274,7 @@ def score_in_batches(
     scores: dict[Row, float] = {}
     slow_at = monotonic() + SLOW_SECONDS
     with reader.backbone.inference():
-        for batches in _batches(reader, rows, token_budget):
+        for batches in batches_of(reader, rows, token_budget):
             for batch in batches:
                 if monotonic() > slow_at:
                     slow_at = math.inf
@@ -292,7 +292,7 @@ def score_in_batches(
     return scores
 
 
-def _batches(reader: ShiftReader, rows: Sequence[Row], budget: int) -> Iterator[Batches[Row]]:
+def batches_of(reader: ShiftReader, rows: Sequence[Row], budget: int) -> list[Batches[Row]]:
     """Batches of rows whose queries have about the same length.
 
     Documents with a cached prefix have batches of their own: only their queries run, so that more
@@ -312,6 +312,8 @@ def _batches(reader: ShiftReader, rows: Sequence[Row], budget: int) -> Iterator[
     for row in rows:
         new, cached = groups.setdefault(padded_length(len(row.query.ids)), ([], []))
         (cached if row.key in keys else new).append(row)
+    batches = []
     for slots, (new, cached) in groups.items():
-        yield Batches(cached, cached_budget, extra=slots, similar=CACHED_SIMILAR_LENGTH)
-        yield Batches(new, budget, extra=slots)
+        batches.append(Batches(cached, cached_budget, slots, CACHED_SIMILAR_LENGTH))
+        batches.append(Batches(new, budget, slots))
+    return batches

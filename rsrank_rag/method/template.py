@@ -19,7 +19,7 @@ from ..texts import CHARACTERS_PER_TOKEN, encodable
 from .vocabulary import VocabularyCheck
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+    from tokenizers import Encoding, Tokenizer
     from transformers import PreTrainedTokenizerBase
 
 # Positions that are free for the query, so that the query does not decide where a document is cut.
@@ -194,7 +194,7 @@ class PromptTokenizer:
 
         The second number is `document_limit` with a short query.
         """
-        encoded = self._text.encode(encodable(document), add_special_tokens=False)
+        (encoded,) = self._encoded([document])
         return [stop for _, stop in encoded.offsets], self.document_limit(0)
 
     def span_of(self, document: str, length: int, start: int, stop: int) -> tuple[int, int]:
@@ -227,8 +227,9 @@ class PromptTokenizer:
         recent = dict(self._recent)
         missing = [text for text in dict.fromkeys(documents) if text not in recent]
         limit = self.document_limit(0)
-        for text, ids in zip(missing, self.encode_beginnings(missing, limit), strict=True):
-            recent[text] = ids[: limit + 1]
+        if missing:
+            for text, ids in zip(missing, self.encode_beginnings(missing, limit), strict=True):
+                recent[text] = ids[: limit + 1]
         ids_of_documents = [recent[text] for text in documents]
         characters = sum(map(len, recent))
         while characters > RECENT_CHARACTERS:
@@ -240,10 +241,15 @@ class PromptTokenizer:
 
     def encode(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
         """Ids of texts by themselves."""
-        plain = [encodable(text) for text in texts]
-        return [
-            tuple(item.ids) for item in self._text.encode_batch(plain, add_special_tokens=False)
-        ]
+        return [tuple(encoded.ids) for encoded in self._encoded(texts)]
+
+    def _encoded(self, texts: Sequence[str]) -> list[Encoding]:
+        try:
+            return self._text.encode_batch(texts, add_special_tokens=False)
+        # A text has half of a surrogate pair.
+        except (TypeError, UnicodeError):
+            plain = [encodable(text) for text in texts]
+            return self._text.encode_batch(plain, add_special_tokens=False)
 
     def encode_beginnings(self, texts: Sequence[str], count: int) -> list[tuple[int, ...]]:
         """Ids of texts; of a long text only of a beginning that has more than ``count`` tokens.

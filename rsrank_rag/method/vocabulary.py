@@ -18,9 +18,6 @@ logger = logging.getLogger(__name__)
 PIECES = 100
 LEAST_WHOLE = 0.35
 
-# Rows of a call that are counted.
-ROWS = 3
-
 
 class VocabularyCheck:
     """Warns once if most words of queries or of documents are not in a WordPiece vocabulary.
@@ -50,14 +47,11 @@ class VocabularyCheck:
         # Pieces of words so far, and those that are whole words.
         self._counts = {"queries": np.zeros(2), "documents": np.zeros(2)}
 
-    def check(self, queries: Sequence[Sequence[int]], documents: Sequence[Sequence[int]]) -> None:
-        """Count the ids of some texts."""
-        for name, texts in (("queries", queries), ("documents", documents)):
-            if self._is_on:
-                self._count(name, texts)
-
-    def _count(self, name: str, texts: Sequence[Sequence[int]]) -> None:
-        ids = np.fromiter(chain.from_iterable(texts[:ROWS]), dtype=np.int64)
+    def check(self, name: str, texts: Sequence[Sequence[int]]) -> None:
+        """Count the ids of some texts; ``name`` is "queries" or "documents"."""
+        if not self._is_on:
+            return
+        ids = np.fromiter(chain.from_iterable(texts), dtype=np.int64)
         whole = self._words[ids]
         whole[:-1] &= ~self._continuations[ids[1:]]
         counts = self._counts[name]

@@ -2,7 +2,7 @@
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from operator import attrgetter
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 from typing_extensions import Self
 
 from ..errors import InputError, finite
-from ..reading.documents import DocumentLike, as_documents
+from ..reading.documents import InputDocument
 from ..reading.parts import WHOLE, Excerpt, Reading, Window, joined
 from .notebook import result_html
 from .rule import BLANK_SCORE, Bar, Rule, best_first, passes
@@ -212,7 +212,7 @@ def _normalised(document: RankedDocument, native: float | None) -> RankedDocumen
 
 def choose(
     query: str,
-    documents: Iterable[DocumentLike],
+    documents: Sequence[InputDocument],
     scored: Sequence[Scored],
     rule: Rule,
     *,
@@ -225,7 +225,6 @@ def choose(
         InputError: There are more or fewer scores than documents.
         ScoringError: A document has no finite score; its position is given.
     """
-    documents = as_documents(documents)
     scored = blanks_last([document.read for document in documents], scored)
     scores = [finite(float(one.score), index) for index, one in enumerate(scored)]
     bar = rule.bar(scores)

@@ -85,17 +85,18 @@ def as_documents(
             f"documents must be a list of strings, got one {type(documents).__name__}. "
             "Put the texts in a list."
         )
-    read = [_as_document(place, entry) for place, entry in enumerate(documents)]
-    if not fields:
-        return read
-    before = [lines_before(one.text, one.metadata, fields) for one in read]
-    return [replace(one, before=lines) for one, lines in zip(read, before, strict=True)]
+    read = []
+    for place, entry in enumerate(documents):
+        document = entry if isinstance(entry, InputDocument) else _as_document(place, entry)
+        if fields and document.metadata:
+            before = lines_before(document.text, document.metadata, fields)
+            document = replace(document, before=before)
+        read.append(document)
+    return read
 
 
 def _as_document(place: int, entry: Any) -> InputDocument:
     text, id_, metadata = entry, None, {}
-    if isinstance(entry, InputDocument):
-        return entry
     if isinstance(entry, Mapping):
         rest = dict(entry)
         text, id_ = rest.pop("text", None), rest.pop("id", None)

@@ -14,8 +14,7 @@ from pydantic import ValidationError
 
 from rsrank_rag import RSRank
 from rsrank_rag.artifact import hub
-from rsrank_rag.method.formula import similarity_windows, to_numpy
-from rsrank_rag.method.prefix import pooled
+from rsrank_rag.method.formula import pooled, similarity_windows, to_numpy
 
 ROOT = Path(__file__).parents[2]
 PASSAGES = (ROOT / "examples" / "passages.txt").read_text(encoding="utf-8").splitlines()

@@ -21,8 +21,8 @@ from safetensors import safe_open
 
 from ...errors import ArtifactError, BackboneError, MissingDependencyError, pip_install
 from ...method.batches import Ids
-from ...method.formula import Numbers
-from ...method.prefix import Prefix, Prefixes, Show, attention_band, pooled
+from ...method.formula import Numbers, pooled
+from ...method.prefix import Prefix, Prefixes, Show, attention_band
 from ..base import LanguageModel, sample_of, trial_ids
 from ..options import ENCODER_FILES
 from .cores import usable_cores

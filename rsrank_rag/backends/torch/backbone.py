@@ -25,8 +25,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ...errors import BackboneError
 from ...method.batches import Ids
-from ...method.formula import Weights
-from ...method.prefix import Prefix, Prefixes, Show, attention_band, padded_length, pooled
+from ...method.formula import Weights, pooled
+from ...method.prefix import Prefix, Prefixes, Show, attention_band, padded_length
 from ..base import LanguageModel
 from .probe import Entrance, Probe, Reader, Recorder, StopForward
 from .quiet import quiet_products, quiet_transformers

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from ...method.prefix import Prefix, Prefixes, Show, padded_length, pooled
+from ...method.formula import pooled
+from ...method.prefix import Prefix, Prefixes, Show, padded_length
 
 
 class StopForward(Exception):  # noqa: N818 - a signal, not a failure

@@ -8,6 +8,7 @@ from typing import Any
 from ...errors import InputError
 from ...ranking.results import RankedDocument, RankResult, choose
 from ...ranking.rule import Limits, Rule
+from ...reading.documents import as_documents
 from ...reading.parts import WHOLE, Reading
 from ..messages import Description, Outcome, ServiceError
 from ..settings import Settings
@@ -73,9 +74,10 @@ def answer_to(
     tokens = sum(one.tokens for one in scored)
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
     native = model.rule
+    documents = as_documents(request.entries)
 
     def ranked(rule: Rule, reading: Reading = WHOLE) -> RankResult:
-        result = choose("", request.entries, scored, rule, reading=reading)
+        result = choose("", documents, scored, rule, reading=reading)
         if is_normalised(request, settings):
             return result.normalised(native.threshold)
         return result
