@@ -108,12 +108,13 @@ class RankCall:
             query_truncated: See `RankResult`.
 
         Raises:
+            InputError: There are more or fewer scores than documents.
             ScoringError: A document has no finite score; its position is given.
         """
         result = choose(
             self.query,
             self.documents,
-            scored,
+            blanks_last(self.texts, scored),
             native.with_limits(self.options),
             reading=self.reading,
             query_truncated=query_truncated,

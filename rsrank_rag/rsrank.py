@@ -248,7 +248,7 @@ class RSRank(Reranker):
                 row_of_pair.append(None)
             else:
                 row_of_pair.append(Row(document.ids, query, key_of(document.ids)))
-        rows = [row for row in dict.fromkeys(row_of_pair) if row]
+        rows = [row for row in dict.fromkeys(row_of_pair) if row is not None]
         self.prompts.words.check("queries", [row.query.ids for row in rows[:1]])
         self.prompts.words.check("documents", [row.document for row in rows[:CHECKED_ROWS]])
         try:

@@ -219,13 +219,11 @@ def choose(
     reading: Reading = WHOLE,
     query_truncated: bool = False,
 ) -> RankResult:
-    """Sort scored documents and keep those that a rule keeps, as `Reranker.rank` says.
+    """Sort documents by their scores, of `blanks_last`, and keep those that a rule keeps.
 
     Raises:
-        InputError: There are more or fewer scores than documents.
         ScoringError: A document has no finite score; its position is given.
     """
-    scored = blanks_last([document.read for document in documents], scored)
     scores = [finite(float(one.score), index) for index, one in enumerate(scored)]
     bar = rule.bar(scores)
     count = len(rule.select(scores))

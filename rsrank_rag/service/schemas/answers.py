@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...errors import InputError
-from ...ranking.results import RankedDocument, RankResult, choose
+from ...ranking.results import RankedDocument, RankResult, blanks_last, choose
 from ...ranking.rule import Limits, Rule
 from ...reading.documents import as_documents
 from ...reading.parts import WHOLE, Reading
@@ -75,6 +75,7 @@ def answer_to(
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
     native = model.rule
     documents = as_documents(request.entries)
+    scored = blanks_last([document.read for document in documents], scored)
 
     def ranked(rule: Rule, reading: Reading = WHOLE) -> RankResult:
         result = choose("", documents, scored, rule, reading=reading)
