@@ -91,20 +91,19 @@ class RankCall:
         fields = options.get("metadata_fields", TITLE)
         if isinstance(fields, str):
             raise InputError("metadata_fields must be a list of names, such as ['title'].")
-        # A limit that is out of range is an error before anything is scored.
-        Rule(threshold=0.0).with_limits(options)
         reading = Reading.of(options, long_documents)
         read = as_documents(documents, () if reading.extract else fields)
         return cls(query, read, [document.read for document in read], reading, options)
 
     def result(
-        self, scored: Sequence[Scored], native: Rule, *, query_truncated: bool
+        self, scored: Sequence[Scored], rule: Rule, native: float | None, query_truncated: bool
     ) -> RankResult:
         """The documents with their scores, kept or dropped by the rule.
 
         Args:
             scored: One for each document.
-            native: The reranker's own rule.
+            rule: The reranker's own rule with the limits of this call.
+            native: The reranker's own threshold.
             query_truncated: See `RankResult`.
 
         Raises:
@@ -115,12 +114,12 @@ class RankCall:
             self.query,
             self.documents,
             blanks_last(self.texts, scored),
-            native.with_limits(self.options),
+            rule,
             reading=self.reading,
             query_truncated=query_truncated,
         )
         if self.options.get("scores") == "normalised":
-            return result.normalised(native.threshold)
+            return result.normalised(native)
         return result
 
 
@@ -253,13 +252,15 @@ class Reranker(ABC):
             TypeError: There is no such argument.
         """
         call = RankCall.of(query, documents, options, self.long_documents)
+        # A limit that is out of range is an error before anything is scored.
+        rule = self.native_rule.with_limits(options)
         read = self.fit_query(query)
         pairs = self._pairs(read, call.texts, call.reading)
         if all(pair.reading == WHOLE for pair in pairs):
             scored = self.score_pairs(pairs)
         else:
             scored = score_in_parts(pairs, self.token_ends, self.score_pairs)
-        return call.result(scored, self.native_rule, query_truncated=read != query)
+        return call.result(scored, rule, self.threshold, read != query)
 
     @property
     def native_rule(self) -> Rule:
