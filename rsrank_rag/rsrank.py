@@ -33,9 +33,6 @@ if TYPE_CHECKING:
 # Measured with `mini` on a CPU, with queries of 10 to 500 tokens: 150 to 300.
 ATTENDED_PER_TOKEN = 192
 
-# Documents of a call whose words are looked up in the model's vocabulary.
-CHECKED_ROWS = 3
-
 DEFAULT_SETTINGS = ModelSource()
 
 
@@ -249,8 +246,7 @@ class RSRank(Reranker):
             else:
                 row_of_pair.append(Row(document.ids, query, key_of(document.ids)))
         rows = [row for row in dict.fromkeys(row_of_pair) if row is not None]
-        self.prompts.words.check("queries", [row.query.ids for row in rows[:1]])
-        self.prompts.words.check("documents", [row.document for row in rows[:CHECKED_ROWS]])
+        self.prompts.words.check(rows)
         try:
             scores = score_in_batches(self.reader, self.projection, rows, self.token_budget)
         except DoesNotFitError as error:
@@ -294,10 +290,9 @@ class RSRank(Reranker):
         pairs = as_pairs(pairs)
         tokenised: dict[int, tuple[TokenisedQuery, TokenisedDocument]] = {}
         for text, of_query in by_query(pairs).items():
+            texts = [pairs[place].document for place in of_query]
             query = self.prompts.query(text)
-            documents = self.prompts.documents(
-                [pairs[place].document for place in of_query], len(query.ids)
-            )
+            documents = self.prompts.documents(texts, len(query.ids))
             for place, document in zip(of_query, documents, strict=True):
                 tokenised[place] = (query, document)
         return [tokenised[place] for place in range(len(pairs))]

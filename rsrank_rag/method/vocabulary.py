@@ -10,6 +10,8 @@ import numpy as np
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+    from .batches import Row
+
 logger = logging.getLogger(__name__)
 
 # So many pieces of words are judged together. In English, 0.6 to 0.9 of them are whole words, in
@@ -17,6 +19,9 @@ logger = logging.getLogger(__name__)
 # 33 labelled sets, two were below 0.35: lists of foreign names.
 PIECES = 100
 LEAST_WHOLE = 0.35
+
+# Documents of a call that are counted.
+ROWS = 3
 
 
 class VocabularyCheck:
@@ -47,24 +52,30 @@ class VocabularyCheck:
         # Pieces of words so far, and those that are whole words.
         self._counts = {"queries": np.zeros(2), "documents": np.zeros(2)}
 
-    def check(self, name: str, texts: Sequence[Sequence[int]]) -> None:
-        """Count the ids of some texts; ``name`` is "queries" or "documents"."""
-        if not self._is_on:
-            return
-        ids = np.fromiter(chain.from_iterable(texts), dtype=np.int64)
-        whole = self._words[ids]
-        whole[:-1] &= ~self._continuations[ids[1:]]
-        counts = self._counts[name]
-        counts += np.count_nonzero(self._pieces[ids]), np.count_nonzero(whole)
-        if counts[0] < PIECES:
-            return
-        if counts[1] < LEAST_WHOLE * counts[0]:
-            self._is_on = False
-            logger.warning(
-                "Most words of the %s are not in the model's vocabulary, as if they were in "
-                "another language than the model's. Their scores mean little. For other languages, "
-                "use an artifact of a language model that was trained on them, such as a decoder.",
-                name,
-            )
-        # Later texts are judged by themselves.
-        counts[:] = 0
+    def check(self, rows: Sequence["Row"]) -> None:
+        """Count the pieces of words of a call's first query and first documents."""
+        texts = {
+            "queries": [row.query.ids for row in rows[:1]],
+            "documents": [row.document for row in rows[:ROWS]],
+        }
+        for name, ids_of_texts in texts.items():
+            if not self._is_on:
+                return
+            ids = np.fromiter(chain.from_iterable(ids_of_texts), dtype=np.int64)
+            whole = self._words[ids]
+            whole[:-1] &= ~self._continuations[ids[1:]]
+            counts = self._counts[name]
+            counts += np.count_nonzero(self._pieces[ids]), np.count_nonzero(whole)
+            if counts[0] < PIECES:
+                continue
+            if counts[1] < LEAST_WHOLE * counts[0]:
+                self._is_on = False
+                logger.warning(
+                    "Most words of the %s are not in the model's vocabulary, as if they were in "
+                    "another language than the model's. Their scores mean little. For other "
+                    "languages, use an artifact of a language model that was trained on them, such "
+                    "as a decoder.",
+                    name,
+                )
+            # Later texts are judged by themselves.
+            counts[:] = 0
