@@ -28,7 +28,6 @@ __all__ = [
     "Reranker",
     "Rule",
     "Scored",
-    "choose",
     "score_in_parts",
 ]
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rsrank_rag import Fallback, RankedDocument, RankResult, Reranker, Rule
 from rsrank_rag.errors import InputError, RSRankError, ScoringError
-from rsrank_rag.reranker import BLANK_SCORE, Pair, Scored, choose
+from rsrank_rag.reranker import BLANK_SCORE, Pair, Scored
 
 
 class Fake(Reranker):
@@ -250,7 +250,7 @@ def test_a_result_says_whether_nothing_was_relevant_and_how_near_the_best_came()
     assert rank([0.0]).none_relevant
     assert not rank([-1.0], threshold=None).none_relevant
     assert (rank([]).none_relevant, rank([]).best_score) == (True, None)
-    blank = choose("q", [" "], [Scored(3.0)], Rule())
+    blank = Fake([3.0]).rank("q", [" "])
     assert (blank.none_relevant, blank.best_score) == (True, None)
 
 

@@ -14,8 +14,11 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
 
 from .batches import Batches, Row, device_kind
 from .formula import (
@@ -107,7 +110,7 @@ class ShiftReader:
         batch = _BatchReader(self, queries, query_of_row, prefixes, consume)
         embedded = self.backbone.query_values(ids, prefixes, batch.show, query_of_row)
         if len(embedded):
-            batch.similarity[:, :, 0] = batch.cosines(embedded)
+            batch.compare(embedded)
         return batch.similarity
 
 
@@ -123,39 +126,31 @@ class _BatchReader:
         consume: Consume,
     ) -> None:
         xp = namespace(prefixes.keys[0])
-        on_device = {"device": reader.backbone.device}
-        count = len(query_of_row) - len(queries)
         self.xp = xp
-        self.on_device = on_device
+        self.array = partial(xp.asarray, device=reader.backbone.device)
         self.reader = reader
         self.prefixes = prefixes
         self.consume = consume
-        self.count = count
-        self.query_of_row = query_of_row[:count]
-        index = xp.asarray(query_of_row, **on_device)
-        self.null_row = index[:count]
-        # The scored tokens of each row, null rows too, and which of them are no padding.
-        starts = xp.asarray([query.start for query in queries], **on_device)[index][:, None]
-        lengths = xp.asarray([query.length for query in queries], **on_device)[index][:, None]
-        columns = xp.arange(max(query.length for query in queries), **on_device)
-        longest_query = max(len(query.ids) for query in queries)
-        self.places = (starts + columns).clip(None, longest_query - 1)
-        self.row_numbers = xp.arange(len(query_of_row), **on_device)[:, None]
-        self.lengths = lengths[:count]
+        # Rows with a document, which stand above the null rows.
+        self.count = len(query_of_row) - len(queries)
+        self.query_of_row = query_of_row[: self.count]
+        # The scored tokens of each row, and which of them are no padding.
+        columns = self.array(np.arange(max(query.length for query in queries)))
+        last = max(len(query.ids) for query in queries) - 1
+        starts = self.array([queries[number].start for number in query_of_row])[:, None]
+        self.places = (starts + columns).clip(None, last)
+        self.lengths = self.array([queries[number].length for number in self.query_of_row])[:, None]
         self.scored = columns < self.lengths
-        # The number of each row's window, or 0, the whole document, for windows that it lacks.
-        longest_document = max(prefixes.lengths[:count])
-        self.windows = similarity_windows(longest_document, reader.backbone.similarity_window)
-        counts = xp.asarray([len(vectors) for vectors in prefixes.pooled[:count]], **on_device)
-        numbers = xp.arange(len(self.windows), **on_device)
-        self.window_of_row = xp.where(numbers < counts[:, None], numbers, 0)
-        self.first_window = (counts.cumsum(0) - counts)[:, None]
-        size = (count, len(self.windows), 1 + len(columns))
-        self.similarity = xp.zeros(size, dtype=xp.float64, **on_device)
+        longest = max(prefixes.lengths[: self.count])
+        self.windows = similarity_windows(longest, reader.backbone.similarity_window)
+        self.similarity: Array = self.array(
+            np.zeros((self.count, len(self.windows), 1 + len(columns)))
+        )
 
     def show(self, layer: int, values: Array) -> None:
         """Read one layer's value vectors, (N + Q, H, all tokens, D)."""
-        values = values[self.row_numbers, :, self.places].swapaxes(1, 2)
+        rows = self.array(np.arange(len(values)))[:, None]
+        values = values[rows, :, self.places].swapaxes(1, 2)
         documents = values[: self.count]
         backbone = self.reader.backbone
         if layer == backbone.fusion_layer > 0:
@@ -165,7 +160,7 @@ class _BatchReader:
         alone = values[self.count :]
         # The null row of a single query is broadcast and not copied.
         if len(alone) > 1:
-            alone = alone[self.null_row]
+            alone = alone[self.array(self.query_of_row)]
         counted = self.scored
         if layer in backbone.reach:
             # Later tokens cannot know of the document. Their shift is rounding, and its direction
@@ -175,35 +170,39 @@ class _BatchReader:
         shifts = representational_shift(documents, alone)
         self.consume(layer, shifts * counted[:, None, :, None])
 
-    def cosines(self, queries: Array) -> Array:
-        """Cosines of the documents' windows, (N, W), and the queries, both pooled, (Q, C)."""
-        xp = self.xp
-        pooled = self.prefixes.pooled[: self.count]
-        query_of_window: list[int] = []
-        for query, windows in zip(self.query_of_row, pooled, strict=True):
-            query_of_window += [query] * len(windows)
-        vectors = xp.concatenate(pooled)
-        cosines = []
-        for start in range(0, len(vectors), VECTORS):
-            part = slice(start, start + VECTORS)
-            cosines.append(cosine(vectors[part], queries[query_of_window[part]]))
-        return xp.concatenate(cosines)[self.first_window + self.window_of_row]
-
     def _maxsim(self, queries: Array) -> Array:
         """MaxSim by window of each token, divided by the number of tokens, (N, W, T).
 
         The queries' values are (N, H, T, D).
         """
-        xp = self.xp
         prompts = self.reader.prompts
         documents = self.prefixes.values[0][: self.count, :, self.prefixes.query_slots :]
-        places = xp.arange(documents.shape[2], **self.on_device)
-        lengths = xp.asarray(self.prefixes.lengths[: self.count], **self.on_device)
+        places = self.array(np.arange(documents.shape[2]))
+        lengths = self.array(self.prefixes.lengths[: self.count])
         ends = (lengths - prompts.after_document)[:, None]
         in_document = (places >= len(prompts.instruction)) & (places < ends)
         best = cast(maxsim(queries, documents, in_document, self.windows), "float64")
-        best = best[self.row_numbers[: self.count], self.window_of_row]
-        return token_shares(xp.where(self.scored[:, None], best, 0), self.lengths[:, None])
+        return token_shares(self.xp.where(self.scored[:, None], best, 0), self.lengths[:, None])
+
+    def compare(self, queries: Array) -> None:
+        """Compute the cosines of the documents' windows and the queries, both pooled, (Q, C).
+
+        Windows that a document lacks become its first window, the whole document.
+        """
+        pooled = self.prefixes.pooled[: self.count]
+        query_of_window: list[int] = []
+        for query, vectors in zip(self.query_of_row, pooled, strict=True):
+            query_of_window += [query] * len(vectors)
+        windows = self.xp.concatenate(pooled)
+        cosines = []
+        for start in range(0, len(windows), VECTORS):
+            part = slice(start, start + VECTORS)
+            cosines.append(cosine(windows[part], queries[query_of_window[part]]))
+        counts = self.array([len(vectors) for vectors in pooled])[:, None]
+        exists = self.array(np.arange(len(self.windows))) < counts
+        self.similarity[..., 0][exists] = self.xp.concatenate(cosines)
+        first = self.similarity[:, :1]
+        self.similarity = self.xp.where(exists[..., None], self.similarity, first)
 
 
 def score_rows(
