@@ -134,6 +134,7 @@ class _BatchReader:
         # Rows with a document, which stand above the null rows.
         self.count = len(query_of_row) - len(queries)
         self.query_of_row = query_of_row[: self.count]
+        self.rows = self.array(np.arange(len(query_of_row)))[:, None]
         # The scored tokens of each row, and which of them are no padding.
         columns = self.array(np.arange(max(query.length for query in queries)))
         last = max(len(query.ids) for query in queries) - 1
@@ -149,8 +150,7 @@ class _BatchReader:
 
     def show(self, layer: int, values: Array) -> None:
         """Read one layer's value vectors, (N + Q, H, all tokens, D)."""
-        rows = self.array(np.arange(len(values)))[:, None]
-        values = values[rows, :, self.places].swapaxes(1, 2)
+        values = values[self.rows, :, self.places].swapaxes(1, 2)
         documents = values[: self.count]
         backbone = self.reader.backbone
         if layer == backbone.fusion_layer > 0:
