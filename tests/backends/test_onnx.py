@@ -122,7 +122,7 @@ def test_few_tokens_of_documents_run_together_however_large_the_batch(rounded, m
     run = onnx_runtime.Session.run
 
     def recorded(self, feeds):
-        if self is rounded.backbone._sessions.documents:
+        if self is rounded.backbone.session(rounded.backbone._documents):
             sizes.append(feeds["embedded"].shape[:2])
         return run(self, feeds)
 
@@ -314,7 +314,7 @@ def test_memory_that_runs_out_halves_the_batch(exact, monkeypatch):
         def run(self, outputs, feeds):
             raise failures.pop()
 
-    session = exact.backbone._sessions.queries
+    session = exact.backbone.session(onnx_runtime.QUERIES)
     real = session._session
 
     def once(self, feeds):

@@ -16,7 +16,15 @@ from safetensors import safe_open
 from ...method.formula import Numbers
 from ...method.template import PromptTokenizer
 from .graph import Encoder, places_in
-from .session import LARGEST_WEIGHTS, WEIGHTS, Embeddings, Session, read_encoder_config
+from .session import (
+    LARGEST_WEIGHTS,
+    QUERIES,
+    TEXTS,
+    WEIGHTS,
+    Embeddings,
+    Session,
+    read_encoder_config,
+)
 
 # In the calibration run, the output of GELU reaches ten times as far for single tokens as for
 # others. At this part of the largest number, few tokens are clipped and all others are finer
@@ -49,7 +57,7 @@ def make_graphs(
     sizes: Any = {"fusion": fusion_layer, "last": last_layer}
     window: Any = {"biased": attention_window is not None}
     texts = make().alone(**sizes, **window)
-    graphs = {"texts.onnx": texts.content(), "queries.onnx": make().fused(**sizes).content()}
+    graphs = {TEXTS: texts.content(), QUERIES: make().fused(**sizes).content()}
     # A run that shows what enters the linear maps.
     entering = list(texts.entering)
     texts.outputs = entering

@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import onnxruntime
@@ -36,6 +36,10 @@ WEIGHTS = "model.safetensors"
 WORDS = "embeddings.word_embeddings.weight"
 PLACES = "embeddings.position_embeddings.weight"
 TYPES = "embeddings.token_type_embeddings.weight"
+
+# The graphs of texts that see themselves only, and of queries after documents.
+TEXTS = "texts.onnx"
+QUERIES = "queries.onnx"
 
 # What is added to the attention of tokens that are seen, and of others.
 ZERO = np.float32(0)
@@ -145,14 +149,6 @@ class Embeddings:
         return feeds
 
 
-class _Sessions(NamedTuple):
-    """An encoder's graphs: texts alone, documents alone, and queries after documents."""
-
-    texts: Session
-    documents: Session
-    queries: Session
-
-
 class OnnxBackbone(LanguageModel):
     """A frozen BERT-like encoder in two phases.
 
@@ -197,21 +193,23 @@ class OnnxBackbone(LanguageModel):
         self.head_dim = self.hidden_size // self.num_heads
         self.max_length = config["max_position_embeddings"]
         self.documents_in_int8 = int8
-        self._documents = f"documents_{largest_weight()}.onnx" if int8 else "texts.onnx"
+        self._documents = f"documents_{largest_weight()}.onnx" if int8 else TEXTS
         digest = hashlib.sha256(graphs[self._documents]).hexdigest()
         self.identity = {"runtime": "onnx", "graph": digest}
         self._embeddings = Embeddings(folder)
         # The batches of one call have the same query.
         self._entering = lru_cache(1)(self._entering_of)
-        self._by_process = {os.getpid(): self._open()}
+        self._sessions: dict[tuple[int, str], Session] = {}
+        # Opened now and not at the first call, because weights are rounded when it opens.
+        self.session(self._documents)
         self.sample = self._sample()
 
-    def _open(self) -> _Sessions:
-        texts = Session(self.graphs["texts.onnx"], self.folder)
-        documents = texts
-        if self.documents_in_int8:
-            documents = Session(self.graphs[self._documents], self.folder)
-        return _Sessions(texts, documents, Session(self.graphs["queries.onnx"], self.folder))
+    def session(self, graph: str) -> Session:
+        """A graph as a session. A forked process opens its own: threads do not survive a fork."""
+        key = (os.getpid(), graph)
+        if key not in self._sessions:
+            self._sessions[key] = Session(self.graphs[graph], self.folder)
+        return self._sessions[key]
 
     def _sample(self) -> tuple[float, ...]:
         """As `LanguageModel.sample`: the fixed tokens run as a query after a masked document."""
@@ -222,14 +220,6 @@ class OnnxBackbone(LanguageModel):
         ids = trial_ids(len(self._embeddings.words))
         self.query_values([ids], nothing, read.__setitem__)
         return sample_of(read[self.last_layer][0])
-
-    @property
-    def _sessions(self) -> _Sessions:
-        """The graphs. A forked process opens its own, because threads do not survive a fork."""
-        process = os.getpid()
-        if process not in self._by_process:
-            self._by_process[process] = self._open()
-        return self._by_process[process]
 
     def save(self, folder: Path, tokenizer: Any) -> None:
         """See `LanguageModel.save`. The files are copied."""
@@ -245,13 +235,13 @@ class OnnxBackbone(LanguageModel):
         count = max(1, RUN_TOKENS // max(map(len, documents)))
         prefixes: list[Prefix] = []
         for start in range(0, len(documents), count):
-            run = self._run_alone(self._sessions.documents, documents[start : start + count])
+            run = self._run_alone(self._documents, documents[start : start + count])
             prefixes += run.rows()
         return Prefixes.join([*prefixes, *extra_rows], 0)
 
-    def _run_alone(self, session: Session, texts: Sequence[Ids]) -> Prefixes:
+    def _run_alone(self, graph: str, texts: Sequence[Ids]) -> Prefixes:
         feeds = self._embeddings.feeds(texts, self.attention_window)
-        entering, *states = session.run(feeds)
+        entering, *states = self.session(graph).run(feeds)
         lengths = feeds["lengths"].tolist()
         vectors = list(np.empty((len(texts), 0), np.float32))
         if self.fusion_layer:
@@ -260,7 +250,7 @@ class OnnxBackbone(LanguageModel):
 
     def _null_prefix(self, ids: Ids) -> Prefix:
         # In float32: its rounding would move all scores alike.
-        return self._run_alone(self._sessions.texts, [ids]).rows()[0]
+        return self._run_alone(TEXTS, [ids]).rows()[0]
 
     def query_values(
         self,
@@ -280,7 +270,7 @@ class OnnxBackbone(LanguageModel):
         for number, layer in enumerate(range(self.fusion_layer, self.last_layer)):
             feeds[f"k{layer}"] = prefixes.keys[number]
             feeds[f"v{layer}"] = prefixes.values[number]
-        for number, values in enumerate(self._sessions.queries.run(feeds)):
+        for number, values in enumerate(self.session(QUERIES).run(feeds)):
             show(self.fusion_layer + number, values)
         if not self.fusion_layer:
             return np.empty(0)
@@ -289,7 +279,7 @@ class OnnxBackbone(LanguageModel):
     def _entering_of(self, queries: tuple[Ids, ...]) -> Numbers:
         """What enters the fusion layer of each query alone, (Q, T, C)."""
         feeds = self._embeddings.feeds(queries, self.attention_window, banded=False)
-        return self._sessions.texts.run(feeds)[0]
+        return self.session(TEXTS).run(feeds)[0]
 
 
 def read_encoder_config(folder: Path) -> dict[str, Any]:
