@@ -125,14 +125,15 @@ class _BatchReader:
         prefixes: Prefixes,
         consume: Consume,
     ) -> None:
-        xp = namespace(prefixes.keys[0])
-        self.xp = xp
-        self.array = partial(xp.asarray, device=reader.backbone.device)
         self.reader = reader
         self.prefixes = prefixes
         self.consume = consume
+        self.xp = namespace(prefixes.keys[0])
+        self.array = partial(self.xp.asarray, device=reader.backbone.device)
         # Rows with a document, which stand above the null rows.
         self.count = len(query_of_row) - len(queries)
+        longest = max(prefixes.lengths[: self.count])
+        self.windows = similarity_windows(longest, reader.backbone.similarity_window)
         self.query_of_row = query_of_row[: self.count]
         self.rows = self.array(np.arange(len(query_of_row)))[:, None]
         # The scored tokens of each row, and which of them are no padding.
@@ -142,11 +143,8 @@ class _BatchReader:
         self.places = (starts + columns).clip(None, last)
         self.lengths = self.array([queries[number].length for number in self.query_of_row])[:, None]
         self.scored = columns < self.lengths
-        longest = max(prefixes.lengths[: self.count])
-        self.windows = similarity_windows(longest, reader.backbone.similarity_window)
-        self.similarity: Array = self.array(
-            np.zeros((self.count, len(self.windows), 1 + len(columns)))
-        )
+        size = (self.count, len(self.windows), 1 + len(columns))
+        self.similarity: Array = self.array(np.zeros(size))
 
     def show(self, layer: int, values: Array) -> None:
         """Read one layer's value vectors, (N + Q, H, all tokens, D)."""
@@ -223,10 +221,10 @@ def score_rows(
         layers.append(cast(terms, "float64"))
 
     similarity = reader.read(rows, add)
+    lengths = [row.query.length for row in rows]
     xp = namespace(similarity)
-    lengths = xp.asarray([row.query.length for row in rows], device=similarity.device)
     terms = xp.stack(layers, 1)
-    shift_scores = token_mean(terms.sum((1, 2)), lengths)
+    shift_scores = token_mean(terms.sum((1, 2)), xp.asarray(lengths, device=similarity.device))
     return combine(shift_scores, similarity, projection.agreement), terms, similarity
 
 
