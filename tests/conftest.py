@@ -244,12 +244,12 @@ def random_projection(
 
 def load_ranker(folder: Path, kind: str, **options: object) -> RSRank:
     """A tiny ranker of its own, which a test may change."""
-    chosen = LoadOptions(
+    selected = LoadOptions(
         **{"device": "cpu", "dtype": "float32", "local_files_only": True, **options}
     )
     template = ENCODER if kind == "bert" else CHAT
     return unkept(
-        RSRank.from_backbone(folder, random_projection(kind), template=template, options=chosen)
+        RSRank.from_backbone(folder, random_projection(kind), template=template, options=selected)
     )
 
 

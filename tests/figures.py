@@ -2,7 +2,7 @@
 
 
 def legend(figure):
-    return {text.get_text() for found in figure.legends for text in found.get_texts()}
+    return {text.get_text() for actual in figure.legends for text in actual.get_texts()}
 
 
 def titles(figure):

@@ -222,8 +222,8 @@ class _Handler(BaseHTTPRequestHandler):
             "PUT": {r"/lfs/(?P<oid>[0-9a-f]{64})": self._lfs_put},
         }
         for pattern, handle in routes["GET" if method == "HEAD" else method].items():
-            if found := re.fullmatch(pattern, path):
-                return handle(**{k: unquote(v) if v else v for k, v in found.groupdict().items()})
+            if actual := re.fullmatch(pattern, path):
+                return handle(**{k: unquote(v) if v else v for k, v in actual.groupdict().items()})
         raise Problem(404, "", f"No such address: {path}")
 
     # Answers
@@ -264,10 +264,10 @@ class _Handler(BaseHTTPRequestHandler):
             raise Problem(403, "", "This token has no write permission")
 
     def _repository(self, repo: str) -> Repository:
-        found = self.hub.repositories.get(repo)
-        if found is None or (found.private and self._token is None):
+        actual = self.hub.repositories.get(repo)
+        if actual is None or (actual.private and self._token is None):
             raise Problem(404 if self._token else 401, "RepoNotFound", "Repository not found")
-        return found
+        return actual
 
     def _revision(self, repo: str, rev: str | None) -> tuple[str, dict[str, bytes]]:
         repository = self._repository(repo)
@@ -388,12 +388,12 @@ class _Handler(BaseHTTPRequestHandler):
     def _validate_card(self) -> None:
         """Parse the model card's front matter, and reject a base_model that is not a Hub id."""
         card = json.loads(self.body)["content"]
-        found = re.match(r"---\n(.*?)\n---\n", card, re.DOTALL)
-        if not found:
+        actual = re.match(r"---\n(.*?)\n---\n", card, re.DOTALL)
+        if not actual:
             return self._json(
                 {"errors": [], "warnings": [{"message": "empty or missing yaml metadata"}]}
             )
-        base = re.search(r"^base_model: *(.*)$", found[1], re.MULTILINE)
+        base = re.search(r"^base_model: *(.*)$", actual[1], re.MULTILINE)
         if base and not re.fullmatch(r"[\w.-]+/[\w.-]+|[\w.-]+", base[1]):
             message = f'"base_model" with value "{base[1]}" is not valid. Use a model id.'
             return self._json({"errors": [{"message": message}], "warnings": []}, 400)

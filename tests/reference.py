@@ -11,22 +11,22 @@ ENCODERS = ["bert", "roberta"]
 
 def value_modules(model):
     """Each layer's value projection, and a function that cuts (T, H * D) values from its output."""
-    found = []
+    actual = []
     for name, module in model.named_modules():
         kind = name.rpartition(".")[2]
         if kind in {"v_proj", "value"}:
-            found.append((module, lambda output: output))
+            actual.append((module, lambda output: output))
         elif kind == "qkv_proj":  # phi3: queries, keys, values one after the other
-            found.append((module, lambda output: output[:, -KV_HEADS * HEAD_DIM :]))
+            actual.append((module, lambda output: output[:, -KV_HEADS * HEAD_DIM :]))
         elif (
             kind == "query_key_value" and "gpt_neox" in type(model).__module__
         ):  # query, key, value of each head
-            found.append(
+            actual.append(
                 (module, lambda output: output.unflatten(-1, (4, 3, HEAD_DIM))[:, :, 2].flatten(1))
             )
         elif kind == "query_key_value":  # falcon: all queries, then the one key and the one value
-            found.append((module, lambda output: output[:, -HEAD_DIM:]))
-    return found
+            actual.append((module, lambda output: output[:, -HEAD_DIM:]))
+    return actual
 
 
 def reference_values(model, document_part, query_part, head_dim=HEAD_DIM):

@@ -83,14 +83,14 @@ class Service:
         elif path == "/info":
             await self.reply(send, 200, {"model_id": "overlap", "threshold": self.threshold})
         elif path == "/v1/rerank":
-            asked = json.loads(body)
-            self.seen.append(asked)
+            request = json.loads(body)
+            self.seen.append(request)
             if isinstance(step, (int, float)) and await self.hears_of_leaving(receive, step):
                 return
             while isinstance(step, threading.Event) and not step.is_set():
                 await asyncio.sleep(0.005)
-            found = self.rows(asked)
-            await self.reply(send, 200, step(found) if callable(step) else found)
+            actual = self.rows(request)
+            await self.reply(send, 200, step(actual) if callable(step) else actual)
         else:
             await self.reply(send, 404, {"detail": "Not Found"})
 

@@ -40,7 +40,7 @@ def commands(page):
     text = page.read_text("utf-8")
     blocks = [body for kind, body in FENCE.findall(text) if kind == "sh"]
     blocks += INDENTED.findall(FENCE.sub("", text))
-    found = []
+    actual = []
     for block in blocks:
         waiting = ""
         for line in block.splitlines():
@@ -56,9 +56,9 @@ def commands(page):
                     part.append(word)
                     continue
                 if part and part[0] in NAMES:
-                    found.append(part)
+                    actual.append(part)
                 part = []
-    return found
+    return actual
 
 
 README = commands(ROOT / "README.md")
@@ -142,12 +142,12 @@ def test_the_service_of_the_readme_starts_answers_and_ends(words, shell):
     )
     try:
         assert f":{port}" in process.stdout.readline()  # printed when the model is loaded
-        asked = urllib.request.Request(
+        sent = urllib.request.Request(
             f"http://127.0.0.1:{port}/{path}",
             data=body.encode(),
             headers={"Content-Type": "application/json"},
         )
-        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(asked) as answer:
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(sent) as answer:
             assert json.load(answer)["results"][0]["index"] == 0
     finally:
         process.terminate()

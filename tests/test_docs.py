@@ -131,7 +131,7 @@ def test_the_readme_shows_what_its_first_example_prints(capsys):
     printed = capsys.readouterr().out
     number = r"[+-]\d+\.\d+"
     assert re.sub(number, "N", printed) == re.sub(number, "N", shown)
-    scores = [[float(found) for found in re.findall(number, text)] for text in (printed, shown)]
+    scores = [[float(actual) for actual in re.findall(number, text)] for text in (printed, shown)]
     assert scores[0] == pytest.approx(scores[1], abs=0.15)  # the rounding of bfloat16
 
 

@@ -76,11 +76,11 @@ def test_what_is_shown_is_kept_and_dropped_with_a_margin(case, mini):
 
 
 def test_what_mini_cannot_do_stands_in_its_description_and_in_the_readme():
-    said = " ".join(
+    message = " ".join(
         CliRunner().invoke(app, ["info", "mini"], env={"COLUMNS": "200"}).stdout.split()
     )
-    assert "English only" in said
-    assert "510 tokens" in said
+    assert "English only" in message
+    assert "510 tokens" in message
     assert "ships with `mini`, an English model" in README
 
 
@@ -216,6 +216,8 @@ def test_every_extra_that_a_command_of_the_readme_names_is_part_of_the_one_insta
     project = (ROOT / "pyproject.toml").read_text("utf-8")
     line = re.search(r'^cli = \["rsrank-rag\[(.*?)\]"\]', project, flags=re.MULTILINE)[1].split(",")
     block = re.search(r"```sh\n(.*?)```", README, flags=re.DOTALL)[1]
-    named = {extra for found in re.findall(r"# \[([\w,]+)\]", block) for extra in found.split(",")}
+    named = {
+        extra for actual in re.findall(r"# \[([\w,]+)\]", block) for extra in actual.split(",")
+    }
     assert named <= set(line)
     assert "'.[cli]'" in README

@@ -224,8 +224,14 @@ def test_documents_without_text_come_last_in_their_order_and_pass_no_threshold()
 
 
 def test_documents_without_text_have_that_score_among_pairs_too():
-    found = Half().score_pairs([Pair("q", text) for text in BLANKS])
-    assert [scored.score for scored in found] == [BLANK_SCORE, -0.5, BLANK_SCORE, -0.5, BLANK_SCORE]
+    actual = Half().score_pairs([Pair("q", text) for text in BLANKS])
+    assert [scored.score for scored in actual] == [
+        BLANK_SCORE,
+        -0.5,
+        BLANK_SCORE,
+        -0.5,
+        BLANK_SCORE,
+    ]
 
 
 def test_the_score_of_a_blank_document_survives_json_and_half_precision():

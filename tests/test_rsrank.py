@@ -124,8 +124,8 @@ def test_a_score_does_not_depend_on_neighbours(ranker, alone):
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_a_score_does_not_depend_on_the_order(ranker, alone, seed):
     order = torch.randperm(len(DOCUMENTS), generator=torch.Generator().manual_seed(seed)).tolist()
-    found = ranker.score(QUERY, [DOCUMENTS[i] for i in order])
-    assert found == pytest.approx([alone[i] for i in order], abs=EXACT)
+    actual = ranker.score(QUERY, [DOCUMENTS[i] for i in order])
+    assert actual == pytest.approx([alone[i] for i in order], abs=EXACT)
 
 
 @pytest.mark.parametrize("budget", [1, 100, 250, 400, 100_000])
@@ -198,10 +198,10 @@ def test_rank_sorts_the_scores_and_splits_at_zero(ranker, alone):
 
 def test_many_queries_give_the_scores_of_each_query(ranker):
     documents = [DOCUMENTS[:4], DOCUMENTS[2:], [DOCUMENTS[5], DOCUMENTS[0], DOCUMENTS[0]]]
-    found = score_many(budgeted(ranker, 300), QUERIES, documents)
+    actual = score_many(budgeted(ranker, 300), QUERIES, documents)
     expected = [ranker.score(query, own) for query, own in zip(QUERIES, documents, strict=True)]
-    assert [len(row) for row in found] == [4, 4, 3]
-    for row, wanted in zip(found, expected, strict=True):
+    assert [len(row) for row in actual] == [4, 4, 3]
+    for row, wanted in zip(actual, expected, strict=True):
         assert row == pytest.approx(wanted, abs=EXACT)
 
 
@@ -338,27 +338,27 @@ def test_the_token_budget_follows_the_device(ranker):
 
 def test_an_explanations_parts_add_up_to_the_score(ranker, alone):
     for document, score in zip(DOCUMENTS, alone, strict=True):
-        found = ranker.explain(QUERY, document)
-        assert found.score == pytest.approx(score, abs=EXACT)
-        assert math.fsum(map(math.fsum, found.parts)) == pytest.approx(found.score, abs=1e-6)
-        heads = [[math.fsum(layer) for layer in token] for token in found.head_parts]
-        for row, parts in zip(heads, found.parts, strict=True):
+        actual = ranker.explain(QUERY, document)
+        assert actual.score == pytest.approx(score, abs=EXACT)
+        assert math.fsum(map(math.fsum, actual.parts)) == pytest.approx(actual.score, abs=1e-6)
+        heads = [[math.fsum(layer) for layer in token] for token in actual.head_parts]
+        for row, parts in zip(heads, actual.parts, strict=True):
             assert row == pytest.approx(parts, abs=1e-6)
 
 
 def test_an_explanation_has_one_part_a_token_layer_and_head(ranker):
-    found = ranker.explain(QUERY, DOCUMENTS[0])
+    actual = ranker.explain(QUERY, DOCUMENTS[0])
     layers, heads, _, _ = ranker.projection.weight.shape
-    assert "".join(found.tokens) == QUERY + CHAT.suffix
-    assert found.layers == ranker.projection.layers == tuple(range(1, LAYERS))
-    shape = torch.tensor(found.head_parts).shape
-    assert shape == (len(found.tokens), layers, heads)
-    assert {len(row) for row in found.parts} == {len(found.layers)}
+    assert "".join(actual.tokens) == QUERY + CHAT.suffix
+    assert actual.layers == ranker.projection.layers == tuple(range(1, LAYERS))
+    shape = torch.tensor(actual.head_parts).shape
+    assert shape == (len(actual.tokens), layers, heads)
+    assert {len(row) for row in actual.parts} == {len(actual.layers)}
 
 
 def test_an_explanations_parts_are_the_cosines_of_single_heads(ranker):
     """Each head part, found anew by a B that is zero in every other head and layer."""
-    found = ranker.explain(QUERY, DOCUMENTS[0])
+    actual = ranker.explain(QUERY, DOCUMENTS[0])
     for row, layer in enumerate(ranker.projection.layers):
         for head in range(ranker.projection.weight.shape[1]):
             weight = torch.zeros_like(ranker.projection.weight)
@@ -369,7 +369,7 @@ def test_an_explanations_parts_are_the_cosines_of_single_heads(ranker):
                 Projection(weight, ranker.projection.layers),
                 ranker.config,
             )
-            expected = math.fsum(token[row][head] for token in found.head_parts)
+            expected = math.fsum(token[row][head] for token in actual.head_parts)
             assert single.score(QUERY, DOCUMENTS[:1]) == pytest.approx([expected], abs=EXACT), (
                 layer,
                 head,
@@ -377,17 +377,17 @@ def test_an_explanations_parts_are_the_cosines_of_single_heads(ranker):
 
 
 def test_an_empty_document_has_an_explanation_of_zeros(ranker):
-    found = ranker.explain(QUERY, "")
-    assert found.score == BLANK_SCORE
-    assert not torch.tensor(found.head_parts).any()
+    actual = ranker.explain(QUERY, "")
+    assert actual.score == BLANK_SCORE
+    assert not torch.tensor(actual.head_parts).any()
 
 
 def test_a_printed_explanation_shows_tokens_layers_and_score(ranker):
-    found = ranker.explain(QUERY, DOCUMENTS[0])
-    lines = str(found).splitlines()
+    actual = ranker.explain(QUERY, DOCUMENTS[0])
+    lines = str(actual).splitlines()
     assert lines[0].split()[:3] == ["token", "total", "L1"]
-    assert len(lines) == len(found.tokens) + 2
-    assert lines[-1].split()[:2] == ["score", f"{found.score:+.3f}"]
+    assert len(lines) == len(actual.tokens) + 2
+    assert lines[-1].split()[:2] == ["score", f"{actual.score:+.3f}"]
 
 
 def test_explain_refuses_what_score_refuses(ranker):
@@ -406,8 +406,8 @@ def test_sixteen_threads_sharing_one_ranker_get_the_sequential_scores(kind, tiny
     jobs = [(QUERIES[i % 3], [*DOCUMENTS[i % 5 :], f"Note {i}"]) for i in range(48)]
     expected = [ranker.score(*job) for job in jobs]
     with ThreadPoolExecutor(16) as pool:
-        found = list(pool.map(lambda job: ranker.score(*job), jobs))
-    for row, wanted in zip(found, expected, strict=True):
+        actual = list(pool.map(lambda job: ranker.score(*job), jobs))
+    for row, wanted in zip(actual, expected, strict=True):
         assert row == pytest.approx(wanted, abs=EXACT)
 
 
@@ -567,10 +567,10 @@ def test_real_memory_limits_halve_the_batch_and_name_the_document_that_never_fit
         cwd=Path(__file__).parents[1],
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    actual = json.loads(done.stdout.splitlines()[-1])
     assert "Out of memory with 8 documents at once" in done.stderr
-    assert found["halved"] == pytest.approx(found["expected"], abs=EXACT)
-    assert found["failure"] == 1
+    assert actual["halved"] == pytest.approx(actual["expected"], abs=EXACT)
+    assert actual["failure"] == 1
 
 
 # Loading
@@ -649,9 +649,9 @@ def test_bfloat16_scores_of_trained_weights_are_close_to_fp32_ones(stories):
     ranker = RSRank.from_backbone(stories.config.backbone.name, stories.projection, options=options)
     scores = all_scores(ranker, STORIES_QUERIES, STORIES_DOCUMENTS)
     expected = all_scores(stories, STORIES_QUERIES, STORIES_DOCUMENTS)
-    beside = scores_alone(ranker, STORIES_QUERIES, STORIES_DOCUMENTS)
+    neighbours = scores_alone(ranker, STORIES_QUERIES, STORIES_DOCUMENTS)
     torch.testing.assert_close(scores, expected, rtol=0, atol=BF16_STORIES)
-    torch.testing.assert_close(scores, beside, rtol=0, atol=BF16_STORIES_NEIGHBOURS)
+    torch.testing.assert_close(scores, neighbours, rtol=0, atol=BF16_STORIES_NEIGHBOURS)
 
 
 @pytest.mark.shared
@@ -707,8 +707,8 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(
     tiny_folder, monkeypatch, dtype
 ):
     monkeypatch.setattr("rsrank_rag.backends.torch.loading.find_spec", lambda name: None)
-    said = r"need bitsandbytes.*pip install .*\[8bit\]"
-    with pytest.raises(MissingDependencyError, match=said) as caught:
+    message = r"need bitsandbytes.*pip install .*\[8bit\]"
+    with pytest.raises(MissingDependencyError, match=message) as caught:
         load_ranker(tiny_folder("llama"), "llama", dtype=dtype)
     assert isinstance(caught.value, ImportError)
 
@@ -741,12 +741,12 @@ def test_a_projection_for_other_heads_is_refused(tiny_folder):
 def test_a_ranker_that_reads_some_layers_only_leaves_the_others_out(tiny_folder, ranker):
     options = LoadOptions(device="cpu", dtype="float32", local_files_only=True)
     projection = random_projection("qwen3")
-    chosen = Projection(projection.weight.detach()[[0, 2]], [1, 3])
-    sparse = RSRank.from_backbone(tiny_folder("qwen3"), chosen, template=CHAT, options=options)
+    selected = Projection(projection.weight.detach()[[0, 2]], [1, 3])
+    sparse = RSRank.from_backbone(tiny_folder("qwen3"), selected, template=CHAT, options=options)
     for document in DOCUMENTS[:3]:
-        found = ranker.explain(QUERY, document)
-        sums = [math.fsum(column) for column in zip(*found.parts, strict=True)]
-        parts = dict(zip(found.layers, sums, strict=True))
+        actual = ranker.explain(QUERY, document)
+        sums = [math.fsum(column) for column in zip(*actual.parts, strict=True)]
+        parts = dict(zip(actual.layers, sums, strict=True))
         assert sparse.score(QUERY, [document]) == pytest.approx([parts[1] + parts[3]], abs=EXACT)
 
 
@@ -837,11 +837,11 @@ def test_a_line_break_among_the_tokens_breaks_no_row_of_an_explanation():
 
 
 def batches_of(lengths, budget):
-    found, batches = [], Batches([tuple(range(length)) for length in lengths], budget)
+    actual, batches = [], Batches([tuple(range(length)) for length in lengths], budget)
     for batch in batches:
         with batches.attempt():
-            found.append([len(ids) for ids in batch])
-    return found
+            actual.append([len(ids) for ids in batch])
+    return actual
 
 
 def test_sequences_of_like_length_share_a_batch_and_short_ones_wait_for_their_own():

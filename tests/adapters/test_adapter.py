@@ -44,12 +44,12 @@ ADAPTERS = [RSRankCompressor, RSRankPostprocessor]
 async def scores(made, query, texts, **limits):
     """Scores of what a framework's asynchronous method keeps, by text."""
     if isinstance(made, RSRankCompressor):
-        found = await made.acompress_documents([Document(text) for text in texts], query, **limits)
-        return {document.page_content: document.metadata["relevance_score"] for document in found}
+        actual = await made.acompress_documents([Document(text) for text in texts], query, **limits)
+        return {document.page_content: document.metadata["relevance_score"] for document in actual}
     nodes = [NodeWithScore(node=TextNode(text=text)) for text in texts]
     limited = made.model_copy(update=limits)
-    found = await limited.apostprocess_nodes(nodes, query_str=query)
-    return {scored.node.text: scored.score for scored in found}
+    actual = await limited.apostprocess_nodes(nodes, query_str=query)
+    return {scored.node.text: scored.score for scored in actual}
 
 
 def model_of(made):
@@ -193,9 +193,9 @@ def test_settings_survive_every_way_of_writing_them_down(adapter):
         adapter(**settings),
         adapter.model_validate_json(made.model_dump_json()),
     ]
-    for found in copies:
-        assert type(found) is adapter
-        assert found.model_dump() == settings
+    for actual in copies:
+        assert type(actual) is adapter
+        assert actual.model_dump() == settings
 
 
 def test_llama_index_can_write_the_postprocessor_down():
@@ -413,10 +413,10 @@ async def test_64_concurrent_calls_load_one_model_and_score_as_one_call_after_an
         }
         for texts in batches
     ]
-    found = await asyncio.gather(
+    actual = await asyncio.gather(
         *(scores(adapters[i % 8], QUERY, texts) for i, texts in enumerate(batches))
     )
-    for one, wanted in zip(found, expected, strict=True):
+    for one, wanted in zip(actual, expected, strict=True):
         assert one == pytest.approx(wanted, abs=1e-4)  # kept documents run in other batches
     assert len(loads) == 1
 
@@ -563,9 +563,9 @@ async def test_the_threshold_of_a_reranker_and_of_a_service_is_the_default_and_a
 
 
 def test_options_of_loading_are_one_declaration():
-    chosen = LoadOptions(device="cpu", dtype="nf4", token="hf_secret")
-    assert chosen.quantised == "nf4"
-    assert "hf_secret" not in repr(chosen.source("mini"))
+    selected = LoadOptions(device="cpu", dtype="nf4", token="hf_secret")
+    assert selected.quantised == "nf4"
+    assert "hf_secret" not in repr(selected.source("mini"))
     assert RSRankCompressor(device="cpu", dtype="int8")._source() == ModelSource(
         device="cpu", dtype="int8"
     )
@@ -641,12 +641,12 @@ def test_metadata_may_hold_what_cannot_be_copied_and_come_back_as_they_are(adapt
     metadata = {"connection": threading.Lock(), "embedding": [0.0] * 1536}
     made = adapter(model=Recorder())
     if adapter is RSRankCompressor:
-        found = made.compress_documents([Document("text", metadata=metadata)], QUERY)[0].metadata
+        actual = made.compress_documents([Document("text", metadata=metadata)], QUERY)[0].metadata
     else:
         nodes = [NodeWithScore(node=TextNode(text="text", metadata=metadata))]
-        found = made.postprocess_nodes(nodes, query_str=QUERY)[0].node.metadata
-    assert found["connection"] is metadata["connection"]
-    assert found["embedding"] is metadata["embedding"]
+        actual = made.postprocess_nodes(nodes, query_str=QUERY)[0].node.metadata
+    assert actual["connection"] is metadata["connection"]
+    assert actual["embedding"] is metadata["embedding"]
     assert "relevance_score" not in metadata
 
 
@@ -672,12 +672,12 @@ SECRET = "sk-very-secret"
 def kept(made, query, texts):
     """As `scores`, of the framework's synchronous method."""
     if isinstance(made, RSRankCompressor):
-        found = made.compress_documents([Document(text) for text in texts], query)
-        return {document.page_content: document.metadata["relevance_score"] for document in found}
-    found = made.postprocess_nodes(
+        actual = made.compress_documents([Document(text) for text in texts], query)
+        return {document.page_content: document.metadata["relevance_score"] for document in actual}
+    actual = made.postprocess_nodes(
         [NodeWithScore(node=TextNode(text=text)) for text in texts], query_str=query
     )
-    return {scored.node.text: scored.score for scored in found}
+    return {scored.node.text: scored.score for scored in actual}
 
 
 def threads_of_models():
@@ -705,7 +705,7 @@ async def test_with_base_url_a_service_is_asked_and_nothing_is_loaded_nor_queued
     assert threads_of_models() <= before
     assert loads == []
     assert len(service.seen) == 4
-    assert all(asked["documents"] == DOCUMENTS for asked in service.seen)
+    assert all(request["documents"] == DOCUMENTS for request in service.seen)
     assert all(headers["authorization"] == f"Bearer {SECRET}" for headers in service.headers)
 
 
@@ -714,8 +714,8 @@ async def test_64_calls_of_a_service_run_beside_each_other(adapter, service):
     made = adapter(base_url=service.address, threshold=None)
     service.together = 33
     batches = [[f"{text} {number}" for text in DOCUMENTS] for number in range(64)]
-    found = await asyncio.gather(*(scores(made, QUERY, texts) for texts in batches))
-    assert [set(one) for one in found] == [set(texts) for texts in batches]
+    actual = await asyncio.gather(*(scores(made, QUERY, texts) for texts in batches))
+    assert [set(one) for one in actual] == [set(texts) for texts in batches]
 
 
 @both
@@ -776,13 +776,13 @@ def test_the_address_survives_every_way_of_writing_it_down_and_the_key_none(adap
     ]
     if adapter is RSRankPostprocessor:
         without_key += [adapter.from_dict(made.to_dict()), adapter.from_json(made.to_json())]
-    for found in (*with_key, *without_key):
-        assert found.model_dump() == settings
-        assert found._remote().base_url == "http://rerank.internal:8000"
-        assert found._remote().timeout == 5.0
-        assert found._remote().max_retries == 1
-    assert {found.api_key.get_secret_value() for found in with_key} == {SECRET}
-    assert {found.api_key for found in without_key} == {None}
+    for actual in (*with_key, *without_key):
+        assert actual.model_dump() == settings
+        assert actual._remote().base_url == "http://rerank.internal:8000"
+        assert actual._remote().timeout == 5.0
+        assert actual._remote().max_retries == 1
+    assert {actual.api_key.get_secret_value() for actual in with_key} == {SECRET}
+    assert {actual.api_key for actual in without_key} == {None}
 
 
 @both

@@ -73,9 +73,9 @@ async def answer_with(middleware, used, asynchronous=False, query="how many?"):
     tools = [search, plain, fails, made_by_langchain]
     agent = create_agent(model, tools, middleware=middleware)
     question = {"messages": [("user", "Tell me.")]}
-    found = await agent.ainvoke(question) if asynchronous else agent.invoke(question)
-    assert found["messages"][-1].text == "Done."
-    (message,) = [one for one in found["messages"] if isinstance(one, ToolMessage)]
+    actual = await agent.ainvoke(question) if asynchronous else agent.invoke(question)
+    assert actual["messages"][-1].text == "Done."
+    (message,) = [one for one in actual["messages"] if isinstance(one, ToolMessage)]
     return message
 
 

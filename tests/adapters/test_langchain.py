@@ -78,9 +78,9 @@ both_ways = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", 
 
 @both_ways
 async def test_documents_below_zero_are_dropped_and_the_rest_is_sorted(compressor, asynchronous):
-    found = await compress(compressor, asynchronous, documents(1, -1, 3, 0), "q")
-    assert texts(found) == ["3 points", "1 points"]
-    assert [document.metadata["relevance_score"] for document in found] == [3.0, 1.0]
+    actual = await compress(compressor, asynchronous, documents(1, -1, 3, 0), "q")
+    assert texts(actual) == ["3 points", "1 points"]
+    assert [document.metadata["relevance_score"] for document in actual] == [3.0, 1.0]
 
 
 @both_ways
@@ -128,13 +128,13 @@ def test_the_input_is_left_alone_and_what_comes_back_is_a_copy(compressor):
     given = documents(1, 2)
     given[0].metadata["relevance_score"] = 0.99
     before = [document.model_copy(deep=True) for document in given]
-    found = compressor.compress_documents(given, "q")
+    actual = compressor.compress_documents(given, "q")
     assert given == before
-    found[0].metadata["page"] = "changed"
+    actual[0].metadata["page"] = "changed"
     assert given == before
-    assert [document.id for document in found] == ["id1", "id0"]
-    assert found[1].metadata == {"page": 0, "relevance_score": 1.0}  # the stale score is gone
-    assert type(found[0].metadata["relevance_score"]) is float
+    assert [document.id for document in actual] == ["id1", "id0"]
+    assert actual[1].metadata == {"page": 0, "relevance_score": 1.0}  # the stale score is gone
+    assert type(actual[0].metadata["relevance_score"]) is float
 
 
 def test_documents_may_come_as_any_iterable(compressor):
@@ -148,11 +148,11 @@ def test_a_subclass_of_document_keeps_its_class_and_fields(compressor):
     class Chunk(Document):
         state: dict = {}  # noqa: RUF012 - a pydantic default
 
-    (found,) = compressor.compress_documents(
+    (actual,) = compressor.compress_documents(
         [Chunk(page_content="2", state={"embedded": [1.0]}, id="x")], "q"
     )
-    assert type(found) is Chunk
-    assert found.state == {"embedded": [1.0]}
+    assert type(actual) is Chunk
+    assert actual.state == {"embedded": [1.0]}
 
 
 @both_ways
@@ -175,9 +175,9 @@ async def test_a_document_that_cannot_be_scored_fails_the_call_and_is_named(
 def test_documents_that_were_cut_carry_it(ranker):
     given = [Document("word " * 2000), Document("short", metadata={"rsrank_truncated": True})]
     compressor = RSRankCompressor(model=ranker, threshold=None, long_documents="cut")
-    found = compressor.compress_documents(given, QUERY)
+    actual = compressor.compress_documents(given, QUERY)
     marks = {
-        document.page_content[:5]: document.metadata.get("rsrank_truncated") for document in found
+        document.page_content[:5]: document.metadata.get("rsrank_truncated") for document in actual
     }
     assert marks == {"word ": True, "short": None}
 
@@ -201,11 +201,11 @@ def test_a_system_without_a_native_threshold_needs_a_limit():
 
 
 def test_scores_are_those_of_the_ranker(ranker):
-    found = RSRankCompressor(model=ranker, threshold=None).compress_documents(
+    actual = RSRankCompressor(model=ranker, threshold=None).compress_documents(
         list(map(Document, DOCUMENTS)), QUERY
     )
     expected = ranker.rank(QUERY, DOCUMENTS, threshold=None).kept
-    assert [(d.page_content, d.metadata["relevance_score"]) for d in found] == [
+    assert [(d.page_content, d.metadata["relevance_score"]) for d in actual] == [
         (d.text, d.score) for d in expected
     ]
 
@@ -251,12 +251,12 @@ class AsyncTrace(AsyncCallbackHandler):
 async def test_callbacks_see_a_run_with_inputs_and_outputs(compressor, asynchronous, handler):
     trace = handler()
     given = documents(1, -1)
-    found = await compress(compressor, asynchronous, given, "q", callbacks=[trace])
+    actual = await compress(compressor, asynchronous, given, "q", callbacks=[trace])
     (_, name, run, parent, inputs), (_, ended, outputs) = trace.events
     assert (name, parent, ended) == ("RSRankCompressor", None, run)
     assert inputs == {"query": "q", "documents": given}
     assert outputs == {
-        "documents": found,
+        "documents": actual,
         "dropped": [{"index": 1, "score": -1.0}],
         "threshold": 0.0,
         "model": "Numbers",
@@ -414,10 +414,10 @@ def test_a_tool_shows_titles_and_hands_on_ids(compressor):
 
 
 def test_a_tool_puts_a_compressor_after_another_retriever():
-    found = [Document(text) for text in DOCUMENTS]
-    tool = create_rsrank_tool(Fixed(found=found), "library", "All.")
-    expected = RSRankCompressor().compress_documents(found, QUERY)
-    assert 0 < len(expected) < len(found)
+    actual = [Document(text) for text in DOCUMENTS]
+    tool = create_rsrank_tool(Fixed(found=actual), "library", "All.")
+    expected = RSRankCompressor().compress_documents(actual, QUERY)
+    assert 0 < len(expected) < len(actual)
     assert tool.invoke({"query": QUERY}) == "\n\n".join(texts(expected))
 
 
@@ -453,8 +453,8 @@ async def test_langchains_compression_retriever_takes_the_compressor(compressor,
     retriever = ContextualCompressionRetriever(
         base_compressor=compressor, base_retriever=Fixed(found=documents(1, -1, 3))
     )
-    found = await retriever.ainvoke("q") if asynchronous else retriever.invoke("q")
-    assert texts(found) == ["3 points", "1 points"]
+    actual = await retriever.ainvoke("q") if asynchronous else retriever.invoke("q")
+    assert texts(actual) == ["3 points", "1 points"]
 
 
 @needs_classic
@@ -468,8 +468,8 @@ async def test_langchains_pipeline_takes_the_compressor(compressor, asynchronous
         pipeline = compressors.DocumentCompressorPipeline(
             transformers=[*filter(None, [before]), compressor]
         )
-        found = await compress(pipeline, asynchronous, documents(1, -1, 3), "q")
-        assert texts(found) == expected
+        actual = await compress(pipeline, asynchronous, documents(1, -1, 3), "q")
+        assert texts(actual) == expected
 
 
 # LangChain's own standard tests

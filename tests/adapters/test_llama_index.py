@@ -71,10 +71,10 @@ def test_it_is_a_node_postprocessor():
 
 @both_ways
 async def test_nodes_below_zero_are_dropped_and_the_rest_is_sorted(postprocessor, asynchronous):
-    found = await process(postprocessor, asynchronous, nodes(1, -1, 3, 0), query_str="q")
-    assert texts(found) == ["3 points", "1 points"]
-    assert [scored.score for scored in found] == [3.0, 1.0]
-    assert type(found[0].score) is float
+    actual = await process(postprocessor, asynchronous, nodes(1, -1, 3, 0), query_str="q")
+    assert texts(actual) == ["3 points", "1 points"]
+    assert [scored.score for scored in actual] == [3.0, 1.0]
+    assert type(actual[0].score) is float
 
 
 @both_ways
@@ -124,13 +124,13 @@ def test_the_input_is_left_alone():
     given[0].node.relationships[NodeRelationship.SOURCE] = RelatedNodeInfo(node_id="book")
     before = [scored.model_copy(deep=True) for scored in given]
     hashes = [scored.node.hash for scored in given]
-    found = RSRankPostprocessor(model=Numbers()).postprocess_nodes(given, query_str="q")
-    found[0].node.metadata["tags"] = "changed"
+    actual = RSRankPostprocessor(model=Numbers()).postprocess_nodes(given, query_str="q")
+    actual[0].node.metadata["tags"] = "changed"
     assert given == before
     assert [scored.node.hash for scored in given] == hashes
     assert [scored.score for scored in given] == [0.5, 1.5]
-    assert [scored.node.node_id for scored in found] == ["id1", "id0"]
-    assert found[1].node.relationships[NodeRelationship.SOURCE].node_id == "book"
+    assert [scored.node.node_id for scored in actual] == ["id1", "id0"]
+    assert actual[1].node.relationships[NodeRelationship.SOURCE].node_id == "book"
 
 
 def test_a_node_that_was_cut_carries_it(ranker):
@@ -158,11 +158,11 @@ def test_a_node_without_text_is_scored_as_empty(postprocessor):
 
 def test_scores_are_those_of_the_ranker(ranker):
     given = [NodeWithScore(node=TextNode(text=text)) for text in DOCUMENTS]
-    found = RSRankPostprocessor(model=ranker, threshold=None).postprocess_nodes(
+    actual = RSRankPostprocessor(model=ranker, threshold=None).postprocess_nodes(
         given, query_str=QUERY
     )
     expected = ranker.rank(QUERY, DOCUMENTS, threshold=None).kept
-    assert [(scored.node.text, scored.score) for scored in found] == [
+    assert [(scored.node.text, scored.score) for scored in actual] == [
         (d.text, d.score) for d in expected
     ]
 
@@ -191,10 +191,10 @@ def events():
 async def test_each_call_is_one_start_and_one_end_event(postprocessor, events, asynchronous, given):
     given = nodes(*given)
     postprocessor.top_n = 7
-    found = await process(postprocessor, asynchronous, given, query_str="q")
+    actual = await process(postprocessor, asynchronous, given, query_str="q")
     start, end = events
     assert (start.query, start.nodes, start.top_n, start.model_name) == ("q", given, 7, "Numbers")
-    assert end.nodes == found
+    assert end.nodes == actual
     assert start.span_id == end.span_id is not None
     postprocessor.top_n = None
     await process(postprocessor, asynchronous, given, query_str="q")
@@ -320,8 +320,8 @@ def test_both_frameworks_share_a_model_in_one_process(ranker):
     kept = compressor.compress_documents(
         [langchain_core.Document(text) for text in DOCUMENTS], QUERY
     )
-    found = made.postprocess_nodes(
+    actual = made.postprocess_nodes(
         [NodeWithScore(node=TextNode(text=text)) for text in DOCUMENTS], query_str=QUERY
     )
-    assert [document.page_content for document in kept] == texts(found)
+    assert [document.page_content for document in kept] == texts(actual)
     assert compressor._source() is made._source()

@@ -54,19 +54,19 @@ async def process(made, asynchronous, texts=DOCUMENTS, **limits):
     if isinstance(made, RSRankCompressor):
         given = [Document(text, metadata={"from": "store"}) for text in texts]
         call = made.acompress_documents if asynchronous else made.compress_documents
-        found = call(given, QUERY, **limits)
-        found = await found if asynchronous else found
+        actual = call(given, QUERY, **limits)
+        actual = await actual if asynchronous else actual
         assert [document.metadata for document in given] == [{"from": "store"}] * len(texts)
-        return [(d.page_content, d.metadata, d.metadata.get("relevance_score")) for d in found]
+        return [(d.page_content, d.metadata, d.metadata.get("relevance_score")) for d in actual]
     given = [
         NodeWithScore(node=TextNode(text=text, metadata={"from": "store"}), score=0.5 - place)
         for place, text in enumerate(texts)
     ]
     call = made.apostprocess_nodes if asynchronous else made.postprocess_nodes
-    found = call(given, query_str=QUERY, **limits)
-    found = await found if asynchronous else found
+    actual = call(given, query_str=QUERY, **limits)
+    actual = await actual if asynchronous else actual
     assert [scored.node.metadata for scored in given] == [{"from": "store"}] * len(texts)
-    return [(scored.node.text, scored.node.metadata, scored.score) for scored in found]
+    return [(scored.node.text, scored.node.metadata, scored.score) for scored in actual]
 
 
 ONE_DOCUMENT = {
@@ -104,9 +104,9 @@ async def test_when_a_service_fails_documents_are_raised_about_or_kept(
         await process(adapter(**how), asynchronous)
     made = adapter(**how, on_error="keep")
     with caplog.at_level(logging.WARNING, "rsrank_rag"):
-        found = await process(made, asynchronous)
-    assert [text for text, _, _ in found] == DOCUMENTS
-    for place, (_, metadata, score) in enumerate(found):
+        actual = await process(made, asynchronous)
+    assert [text for text, _, _ in actual] == DOCUMENTS
+    for place, (_, metadata, score) in enumerate(actual):
         assert metadata.pop("rsrank_error").startswith(f"{kind.__name__}: ")
         assert metadata == {"from": "store"}
         assert score == (None if adapter is RSRankCompressor else 0.5 - place)  # the retriever's
@@ -134,9 +134,9 @@ async def test_whatever_a_local_model_raises_is_kept_with_its_name(
     with pytest.raises(type(error)):
         await process(adapter(model=Failing(error)), asynchronous)
     made = adapter(model=Failing(error), on_error="keep")
-    found = await process(made, asynchronous)
-    assert [text for text, _, _ in found] == DOCUMENTS
-    assert {metadata["rsrank_error"] for _, metadata, _ in found} == {
+    actual = await process(made, asynchronous)
+    assert [text for text, _, _ in actual] == DOCUMENTS
+    assert {metadata["rsrank_error"] for _, metadata, _ in actual} == {
         f"{type(error).__name__}: {error}"
     }
     (record,) = caplog.records
@@ -151,8 +151,8 @@ async def test_a_question_that_is_too_long_is_cut_with_a_warning(
     adapter, asynchronous, ranker, caplog, monkeypatch
 ):
     monkeypatch.setitem(globals(), "QUERY", f"{QUERY} " * 1000)
-    found = await process(adapter(model=ranker, threshold=None), asynchronous)
-    assert len(found) == len(DOCUMENTS)
+    actual = await process(adapter(model=ranker, threshold=None), asynchronous)
+    assert len(actual) == len(DOCUMENTS)
     assert "its first and its last part were read" in caplog.text
 
 
@@ -163,9 +163,9 @@ async def test_one_document_without_a_score_loses_none(adapter, asynchronous):
         def score(self, query, documents):
             return [float("nan") if place == 1 else 1.0 for place in range(len(documents))]
 
-    found = await process(adapter(model=OneIsBroken(), on_error="keep"), asynchronous)
-    assert [text for text, _, _ in found] == DOCUMENTS
-    assert all("Document 1 scored nan" in metadata["rsrank_error"] for _, metadata, _ in found)
+    actual = await process(adapter(model=OneIsBroken(), on_error="keep"), asynchronous)
+    assert [text for text, _, _ in actual] == DOCUMENTS
+    assert all("Document 1 scored nan" in metadata["rsrank_error"] for _, metadata, _ in actual)
 
 
 @both
@@ -178,12 +178,12 @@ async def test_a_model_that_cannot_be_loaded_is_tried_again_and_warming_up_raise
     )
     with pytest.raises(ArtifactError, match="later"):
         made.warm_up()
-    found = await process(made, asynchronous)
-    assert all(metadata["rsrank_error"].startswith("ArtifactError: ") for _, metadata, _ in found)
+    actual = await process(made, asynchronous)
+    assert all(metadata["rsrank_error"].startswith("ArtifactError: ") for _, metadata, _ in actual)
     ranker.save_pretrained(tmp_path / "later", include_backbone=True)
-    found = await process(made, asynchronous)
-    assert len(found) == len(DOCUMENTS)
-    assert not any("rsrank_error" in metadata for _, metadata, _ in found)
+    actual = await process(made, asynchronous)
+    assert len(actual) == len(DOCUMENTS)
+    assert not any("rsrank_error" in metadata for _, metadata, _ in actual)
     made.close()
 
 
@@ -195,19 +195,19 @@ async def test_nobody_listens_from_the_start(adapter, asynchronous):
     made = adapter(base_url=address, max_retries=0, on_error="keep", top_n=2)
     with pytest.raises(RemoteError, match="could not be reached"):
         made.warm_up()
-    found = await process(made, asynchronous)
-    assert [text for text, _, _ in found] == DOCUMENTS[:2]
-    assert "could not be reached" in found[0][1]["rsrank_error"]
+    actual = await process(made, asynchronous)
+    assert [text for text, _, _ in actual] == DOCUMENTS[:2]
+    assert "could not be reached" in actual[0][1]["rsrank_error"]
 
 
 @both
 @both_ways
 async def test_top_n_cuts_what_is_kept(adapter, asynchronous):
     broken = Failing(ScoringError("has no score.", 0))
-    found = await process(
+    actual = await process(
         adapter(model=broken, on_error="keep", top_n=2, threshold=9), asynchronous
     )
-    assert [text for text, _, _ in found] == DOCUMENTS[:2]
+    assert [text for text, _, _ in actual] == DOCUMENTS[:2]
 
 
 @both
@@ -270,12 +270,12 @@ def test_the_choice_is_checked_and_written_down(adapter):
     with pytest.raises(ValidationError, match="on_error"):
         adapter(on_error="ignore")
     made = adapter(on_error="keep")
-    for found in (
+    for actual in (
         pickle.loads(pickle.dumps(made)),
         copy.deepcopy(made),
         adapter(**made.model_dump()),
     ):
-        assert found.on_error == "keep"
+        assert actual.on_error == "keep"
     assert adapter().on_error == "raise"
 
 
@@ -285,12 +285,12 @@ async def test_the_mark_of_an_outage_is_gone_after_the_next_call_that_works(asyn
     made = RSRankCompressor(model=reranker, on_error="keep")
     kept = made.compress_documents([Document("a"), Document("bb")], QUERY)
     reranker.error = None
-    found = (
+    actual = (
         await made.acompress_documents(kept, QUERY)
         if asynchronous
         else made.compress_documents(kept, QUERY)
     )
-    assert [document.metadata for document in found] == [
+    assert [document.metadata for document in actual] == [
         {"relevance_score": 2.0},
         {"relevance_score": 1.0},
     ]
@@ -299,15 +299,15 @@ async def test_the_mark_of_an_outage_is_gone_after_the_next_call_that_works(asyn
 
 def test_neither_embedding_nor_llm_reads_the_error_of_a_node():
     made = RSRankPostprocessor(model=Failing(ScoringError("has no score.", 0)), on_error="keep")
-    (found,) = made.postprocess_nodes(
+    (actual,) = made.postprocess_nodes(
         [NodeWithScore(node=TextNode(text="a"), score=0.25)], query_str=QUERY
     )
-    assert found.node.metadata == {
+    assert actual.node.metadata == {
         "rsrank_error": "ScoringError: Document 0 has no score.",
     }
-    assert found.score == 0.25
+    assert actual.score == 0.25
     for mode in (MetadataMode.EMBED, MetadataMode.LLM):
-        assert found.node.get_content(metadata_mode=mode) == "a"
+        assert actual.node.get_content(metadata_mode=mode) == "a"
 
 
 # Traces
@@ -337,12 +337,12 @@ async def test_the_run_in_langchains_callbacks_ends_with_documents_that_hold_the
     made = RSRankCompressor(model=Failing(error), on_error="keep")
     given = [Document(text) for text in DOCUMENTS]
     call = made.acompress_documents if asynchronous else made.compress_documents
-    found = call(given, QUERY, callbacks=[trace])
-    found = await found if asynchronous else found
+    actual = call(given, QUERY, callbacks=[trace])
+    actual = await actual if asynchronous else actual
     started, (kind, run, outputs) = trace.events
     assert started == ("start", "RSRankCompressor", None, run)
-    assert (kind, outputs["documents"], outputs["dropped"]) == ("end", found, [])
-    assert found[0].metadata["rsrank_error"] == "ScoringError: Document 0 has no score."
+    assert (kind, outputs["documents"], outputs["dropped"]) == ("end", actual, [])
+    assert actual[0].metadata["rsrank_error"] == "ScoringError: Document 0 has no score."
 
 
 def test_open_inference_exports_the_error_of_langchains_documents(spans_of_langchain):
@@ -404,8 +404,8 @@ async def test_retrievers_of_langchain_answer_while_the_service_is_down(asynchro
         ContextualCompressionRetriever(base_retriever=Everything(), base_compressor=compressor)
     ]
     for retriever in retrievers:
-        found = await retriever.ainvoke(QUERY) if asynchronous else retriever.invoke(QUERY)
-        assert [document.page_content for document in found] == DOCUMENTS[:3]
+        actual = await retriever.ainvoke(QUERY) if asynchronous else retriever.invoke(QUERY)
+        assert [document.page_content for document in actual] == DOCUMENTS[:3]
 
 
 @both_ways

@@ -522,7 +522,7 @@ def test_a_fresh_process_finds_the_hub_and_its_cache_by_the_environment(hub, fro
         name: value for name, value in os.environ.items() if not name.startswith(foreign)
     }
     environment |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "fresh")}
-    found = subprocess.run(
+    actual = subprocess.run(
         [sys.executable, "-c", SCRIPT, REPO, *DOCUMENTS, QUERY],
         env=environment,
         capture_output=True,
@@ -530,8 +530,8 @@ def test_a_fresh_process_finds_the_hub_and_its_cache_by_the_environment(hub, fro
         timeout=300,
         check=False,
     )
-    assert found.returncode == 0, found.stderr
-    assert found.stdout.strip() == str([score.hex() for score in made.score(QUERY, DOCUMENTS)])
+    assert actual.returncode == 0, actual.stderr
+    assert actual.stdout.strip() == str([score.hex() for score in made.score(QUERY, DOCUMENTS)])
     assert (tmp_path / "fresh" / "hub" / "models--harbour--ranker").is_dir()
 
 

@@ -43,8 +43,8 @@ def test_each_query_head_attends_to_the_keys_of_its_group(additive):
     allowed = torch.rand(2, 1, 3, 7, generator=generator) < 0.7
     allowed[..., 0] = True
     mask = torch.zeros(allowed.shape).masked_fill(~allowed, -1e30) if additive else allowed
-    found, _ = attend(torch.nn.Identity(), query, key, value, mask, scaling=0.3, dropout=0.0)
-    torch.testing.assert_close(found, by_hand(query, key, value, allowed, 0.3))
+    actual, _ = attend(torch.nn.Identity(), query, key, value, mask, scaling=0.3, dropout=0.0)
+    torch.testing.assert_close(actual, by_hand(query, key, value, allowed, 0.3))
 
 
 @pytest.mark.parametrize("additive", [False, True])
@@ -57,18 +57,18 @@ def test_keys_that_a_mask_does_not_cover_are_not_seen(additive):
     mask = (torch.zeros(allowed.shape).masked_fill(~allowed, -1e30) if additive else allowed)[
         ..., :5
     ]
-    found, _ = attend(torch.nn.Identity(), query, key, value, mask, scaling=0.3, dropout=0.0)
-    torch.testing.assert_close(found, by_hand(query, key, value, allowed, 0.3))
+    actual, _ = attend(torch.nn.Identity(), query, key, value, mask, scaling=0.3, dropout=0.0)
+    torch.testing.assert_close(actual, by_hand(query, key, value, allowed, 0.3))
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "llama", "gemma3"])
 def test_a_model_reads_the_same_values_with_and_without_repeated_keys(kind, tiny_folder):
     def read(model):
-        backbone, found = open_backbone(model), {}
+        backbone, actual = open_backbone(model), {}
         with torch.inference_mode():
             prefixes = backbone.prefill([tuple(range(5, 45)), (7, 8)], 6)
-            backbone.query_values([(9, 10, 11), (12, 13, 14)], prefixes, found.__setitem__, [0, 1])
-        return torch.stack([found[layer] for layer in sorted(found)])
+            backbone.query_values([(9, 10, 11), (12, 13, 14)], prefixes, actual.__setitem__, [0, 1])
+        return torch.stack([actual[layer] for layer in sorted(actual)])
 
     grouped, *_ = load_model(
         tiny_folder(kind), revision=None, options=LoadOptions(device="cpu", dtype="float32")

@@ -111,10 +111,10 @@ def test_values_of_a_padded_batch_equal_those_of_whole_sequences_read_by_hooks(
     documents = [document.ids for document in ranker.prompts.documents(DOCUMENTS, 20)]
     assert len({len(ids) for ids in documents}) > 3  # padding of several lengths
     for query in (ranker.prompts.query(QUERY).ids, ranker.prompts.query(LONG_QUERY).ids):
-        found = values_of(ranker.backbone, documents, query)
+        actual = values_of(ranker.backbone, documents, query)
         for row, ids in enumerate(documents):
             expected = reference_values(eager(kind), ids, query)
-            torch.testing.assert_close(found[:, row], expected, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(actual[:, row], expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", DECODERS + ENCODERS)
@@ -142,14 +142,14 @@ def test_scores_equal_those_of_whole_sequences_read_by_hooks(kind, tiny_ranker, 
 def reached(windows, before, separator, query):
     """Whether each query token sees text before the separator, in each layer but the first."""
     place = torch.arange(before + separator + query)
-    knows, found = place < before, []
+    knows, actual = place < before, []
     for window in (
         windows
     ):  # a token sees those before it, itself included, and the window is counted from it
-        found.append(knows[-query:])
+        actual.append(knows[-query:])
         distance = place[:, None] - place
         knows = ((distance >= 0) & (distance < window) & knows).any(1)
-    return torch.stack(found[1:])  # (L, T)
+    return torch.stack(actual[1:])  # (L, T)
 
 
 @pytest.mark.parametrize(
@@ -187,8 +187,8 @@ def test_query_tokens_that_no_document_reaches_add_nothing(
     for query in (QUERY, LONG_QUERY * 2):
         expected = [scores[query, document] for document in DOCUMENTS]
         assert ranker.score(query, DOCUMENTS) == pytest.approx(expected, abs=tolerance)
-    found = [found.score for found in ranker.score_pairs([Pair(*pair) for pair in scores])]
-    assert found == pytest.approx(list(scores.values()), abs=tolerance)
+    actual = [actual.score for actual in ranker.score_pairs([Pair(*pair) for pair in scores])]
+    assert actual == pytest.approx(list(scores.values()), abs=tolerance)
 
 
 @pytest.mark.parametrize("positions", ["query", "suffix", "query+suffix"])

@@ -42,8 +42,11 @@ def weighted(layers, heads, dim, head_dim, seed=1):
     """Random B with random weights of heads and of agreement."""
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(len(layers), heads, dim, head_dim, generator=generator)
-    s, beside = torch.rand(len(layers), heads, generator=generator), torch.tensor([3.0, 2.0, -1.25])
-    return Projection(weight, layers, head_weight=s, agreement=beside)
+    s, neighbours = (
+        torch.rand(len(layers), heads, generator=generator),
+        torch.tensor([3.0, 2.0, -1.25]),
+    )
+    return Projection(weight, layers, head_weight=s, agreement=neighbours)
 
 
 def flat(lists):
@@ -153,11 +156,11 @@ class Reference:
     def score(self, query, document):
         """One score, its agreement's part, and of that each token's."""
         prompts, projection = self.ranker.prompts, self.ranker.projection
-        asked = prompts.query(query)
+        request = prompts.query(query)
         after, (document_states, query_states) = self.run(
-            prompts.documents([document], len(asked.ids))[0].ids, asked
+            prompts.documents([document], len(request.ids))[0].ids, request
         )
-        alone, _ = self.run(prompts.null_prefix, asked)
+        alone, _ = self.run(prompts.null_prefix, request)
         total = 0.0
         for row, layer in enumerate(self.read):
             shift = after[layer] - alone[layer]
@@ -188,9 +191,9 @@ class Reference:
                     near = functional.cosine_similarity(value, document_values[place], dim=0)
                     cosines.append(float(near))
                 matches.append(w * max(cosines) / len(query_values))
-            beside = g * float(cosine) + sum(matches) + b
-            if best is None or beside > best[0]:
-                best = beside, matches
+            neighbours = g * float(cosine) + sum(matches) + b
+            if best is None or neighbours > best[0]:
+                best = neighbours, matches
         return total + best[0], *best
 
 
@@ -222,19 +225,19 @@ def test_a_trained_decoder_agrees_with_the_reference(stories):
 @pytest.mark.parametrize("kind", ["bert", "qwen3"])
 def test_parts_and_agreement_add_up_to_the_score(kind, window, fused, tiny_folder):
     ranker = fused(kind, window)
-    found = ranker.explain(QUERY, DOCUMENTS[0])
-    assert sum(map(sum, found.parts)) + found.similarity == pytest.approx(found.score, abs=1e-6)
-    assert found.score == pytest.approx(ranker.score(QUERY, DOCUMENTS[:1])[0], abs=1e-5)
+    actual = ranker.explain(QUERY, DOCUMENTS[0])
+    assert sum(map(sum, actual.parts)) + actual.similarity == pytest.approx(actual.score, abs=1e-6)
+    assert actual.score == pytest.approx(ranker.score(QUERY, DOCUMENTS[:1])[0], abs=1e-5)
     _, agreement, matches = Reference(ranker, tiny_folder(kind)).score(QUERY, DOCUMENTS[0])
-    assert found.similarity == pytest.approx(agreement, abs=1e-5)
-    assert found.matches == pytest.approx(matches, abs=1e-5)
+    assert actual.similarity == pytest.approx(agreement, abs=1e-5)
+    assert actual.matches == pytest.approx(matches, abs=1e-5)
     for part in (
-        sum(found.matches),
-        found.similarity - sum(found.matches),
+        sum(actual.matches),
+        actual.similarity - sum(actual.matches),
     ):  # of tokens, and of the whole query
-        assert f"{part:+.2f}" in str(found).splitlines()[len(found.tokens) + 1]
-    assert [line.split()[-1] for line in str(found).splitlines()[1 : len(found.tokens) + 1]] == [
-        f"{match:+.2f}" for match in found.matches
+        assert f"{part:+.2f}" in str(actual).splitlines()[len(actual.tokens) + 1]
+    assert [line.split()[-1] for line in str(actual).splitlines()[1 : len(actual.tokens) + 1]] == [
+        f"{match:+.2f}" for match in actual.matches
     ]
 
 
@@ -262,7 +265,7 @@ def test_scores_are_the_same_cold_warm_joined_and_alone(kind, where, window, fus
         joined = score_many(again, QUERIES, [DOCUMENTS] * len(QUERIES))
         assert flat(joined) == pytest.approx(flat(cold), abs=exact)
     pairs = [Pair(query, document) for query in QUERIES for document in DOCUMENTS]
-    assert [found.score for found in ranker.score_pairs(pairs)] == pytest.approx(
+    assert [actual.score for actual in ranker.score_pairs(pairs)] == pytest.approx(
         flat(cold), abs=exact
     )
     assert ranker.stats()["misses"] == len(DOCUMENTS)

@@ -289,12 +289,12 @@ def run(*arguments, code=0):
     ],
 )
 def test_a_wrong_choice_of_layers_is_one_clear_error(recipe_file, tmp_path, setting, message):
-    said = run(
+    output = run(
         *("train", "--config", recipe_file, "--output", tmp_path / "run"),
         *("--set", setting),
         code=2,
     )
-    assert message in said
+    assert message in output
     with pytest.raises(InputError):
         Recipe.load(str(recipe_file), [setting])
 
@@ -308,15 +308,15 @@ def test_training_on_the_first_layers_makes_an_artifact_that_loads_no_others(rec
     assert len(ranker.backbone.model.layers) == LOADED
     assert len(ranker.score(QUERY, DOCUMENTS)) == len(DOCUMENTS)
     settings = ("--set", "features.last_layer=1")
-    said = run("train", "--config", recipe_file, *settings, "--output", out, code=1)
-    assert "holds features of something else (layers: [1, 2] there, [1] wanted)" in said
+    message = run("train", "--config", recipe_file, *settings, "--output", out, code=1)
+    assert "holds features of something else (layers: [1, 2] there, [1] wanted)" in message
 
 
 def test_layers_that_the_model_does_not_have_are_refused(recipe_file, tmp_path):
-    said = run(
+    message = run(
         *("train", "--config", recipe_file, "--output", tmp_path / "run"),
         *("--set", "features.last_layer=9"),
         code=1,
     )
-    assert "Layer 9 was asked for" in said
-    assert f"has 1..{LAYERS - 1}" in said
+    assert "Layer 9 was asked for" in message
+    assert f"has 1..{LAYERS - 1}" in message

@@ -92,9 +92,9 @@ def test_any_encoder_of_bert_s_kind_scores_as_on_torch(fusion, dtype, tiny_folde
     )
     made.save_pretrained(tmp_path / "artifact", include_backbone=True)
     pairs = [(query, document) for query in QUERIES for document in DOCUMENTS]
-    found = RSRank.from_pretrained(tmp_path / "artifact", dtype=dtype)
+    actual = RSRank.from_pretrained(tmp_path / "artifact", dtype=dtype)
     expected = scores_of(made, pairs)
-    differences = np.abs(scores_of(found, pairs) - expected)
+    differences = np.abs(scores_of(actual, pairs) - expected)
     # Random weights are rounded more than trained ones.
     assert differences.max() < (1e-4 if dtype == "float32" else 0.2 * np.ptp(expected))
 
@@ -193,14 +193,14 @@ def test_an_int8_map_is_what_plain_arithmetic_makes_of_it(largest, tmp_path):
     places = graph.places_in(tmp_path / "weights")
     encoder = graph.Encoder(config, "weights", places, {"map": (scale, zero)}, largest)
     encoder.outputs = encoder.linear(encoder.input("x"), ["map"])
-    found = onnx_runtime.Session(encoder.content(), tmp_path).run({"x": numbers})[0]
+    actual = onnx_runtime.Session(encoder.content(), tmp_path).run({"x": numbers})[0]
     codes = np.clip(np.rint(numbers / scale) + zero, 0, 255) - zero
     scaled = weight * scale
     steps = np.abs(scaled).max(1) / largest
     matrix = np.rint(scaled / steps[:, None])
     assert np.abs(matrix).max() == largest
     expected = codes @ (matrix * steps[:, None]).T.astype(np.float64) + bias
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-3)
+    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-3)
 
 
 def test_a_graph_names_the_places_of_its_weights_and_holds_none(tmp_path):
@@ -208,8 +208,8 @@ def test_a_graph_names_the_places_of_its_weights_and_holds_none(tmp_path):
     made = graph.Graph("w", graph.places_in(tmp_path / "w"))
     made.outputs = [made.add("Add", made.input("x"), made.weight("b"))]
     assert len(made.content()) < 300
-    found = onnx_runtime.Session(made.content(), tmp_path).run({"x": np.ones(999, np.float32)})[0]
-    assert (found == 1 + np.arange(999)).all()
+    actual = onnx_runtime.Session(made.content(), tmp_path).run({"x": np.ones(999, np.float32)})[0]
+    assert (actual == 1 + np.arange(999)).all()
 
 
 def products():

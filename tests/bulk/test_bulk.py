@@ -302,8 +302,8 @@ def test_the_command_scores_a_file(tmp_path):
     output = tmp_path / "out.jsonl"
     done = run("score", "-i", source, "-o", output, "--model", "bm25")
     assert done.exit_code == 0, done.stderr
-    said = " ".join(done.stdout.split())
-    assert said == f"{output}: 10 rows, 0 without a score (column error)"
+    message = " ".join(done.stdout.split())
+    assert message == f"{output}: 10 rows, 0 without a score (column error)"
     assert [row["score"] for row in read(output)] == [
         BM25().score(row["query"], [row["document"]])[0] for row in rows_of(10)
     ]

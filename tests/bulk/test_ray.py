@@ -61,8 +61,8 @@ async def scores(http, query, documents):
     body = {"query": query, "documents": documents}
     answer = await http.post("/v1/rerank", json=body)
     assert answer.status_code == 200, answer.text
-    found = {row["index"]: row["relevance_score"] for row in answer.json()["results"]}
-    return [found.get(index) for index in range(len(documents))]
+    actual = {row["index"]: row["relevance_score"] for row in answer.json()["results"]}
+    return [actual.get(index) for index in range(len(documents))]
 
 
 def right(query, documents):

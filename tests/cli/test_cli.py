@@ -59,12 +59,14 @@ def rank_json(artifact, *arguments, **options):
 
 def test_rank_prints_every_document_once_as_the_library_ranks_them(ranker, artifact, passages):
     expected = ranker.rank(QUERY, DOCUMENTS)
-    found = rank_json(artifact, "-d", passages)
-    assert [row["index"] for row in found["kept"]] == [document.index for document in expected.kept]
-    assert [row["index"] for row in found["dropped"]] == [
+    actual = rank_json(artifact, "-d", passages)
+    assert [row["index"] for row in actual["kept"]] == [
+        document.index for document in expected.kept
+    ]
+    assert [row["index"] for row in actual["dropped"]] == [
         document.index for document in expected.dropped
     ]
-    assert [row["score"] for row in found["kept"] + found["dropped"]] == pytest.approx(
+    assert [row["score"] for row in actual["kept"] + actual["dropped"]] == pytest.approx(
         [document.score for document in expected.kept + expected.dropped], abs=1e-4
     )
 
@@ -80,8 +82,8 @@ def test_the_table_shows_kept_and_dropped_documents(ranker, artifact, passages):
 
 def test_documents_come_from_standard_input_as_json_lines_too(artifact):
     lines = "\n".join(json.dumps({"text": text, "id": i}) for i, text in enumerate(DOCUMENTS))
-    found = rank_json(artifact, "-d", "-", input=lines)
-    read = {row["id"]: row["text"] for row in found["kept"] + found["dropped"]}
+    actual = rank_json(artifact, "-d", "-", input=lines)
+    read = {row["id"]: row["text"] for row in actual["kept"] + actual["dropped"]}
     assert read == dict(enumerate(DOCUMENTS))
 
 
@@ -92,8 +94,8 @@ def test_a_title_is_read_before_the_text_as_in_labelled_files(artifact):
     assert read[0].startswith("Notes\n")
     scores = []
     for lines in (rows, [{"text": text} for text in read]):
-        found = rank_json(artifact, "-d", "-", input="\n".join(map(json.dumps, lines)))
-        scores.append({row["index"]: row["score"] for row in found["kept"] + found["dropped"]})
+        actual = rank_json(artifact, "-d", "-", input="\n".join(map(json.dumps, lines)))
+        scores.append({row["index"]: row["score"] for row in actual["kept"] + actual["dropped"]})
     assert scores[0] == scores[1]
 
 
@@ -114,19 +116,19 @@ def test_each_part_of_the_rule_is_passed_on(artifact, passages):
 def test_json_that_is_nested_too_deeply_is_an_error_of_its_line(artifact, tmp_path):
     path = tmp_path / "deep.jsonl"
     path.write_text('{"text": ' + "[" * 200_000)
-    said = run("rank", "-q", QUERY, "-m", artifact, "-d", str(path), code=2).stderr
-    assert "document 1: expected JSON" in said
+    message = run("rank", "-q", QUERY, "-m", artifact, "-d", str(path), code=2).stderr
+    assert "document 1: expected JSON" in message
 
 
 def test_no_documents_give_two_empty_lists(artifact):
-    found = rank_json(artifact, "-d", "-", input="\n")
-    assert (found["kept"], found["dropped"]) == ([], [])
+    actual = rank_json(artifact, "-d", "-", input="\n")
+    assert (actual["kept"], actual["dropped"]) == ([], [])
 
 
 def test_rank_takes_other_systems_by_name_with_their_own_threshold(passages):
     pytest.importorskip("bm25s")
-    found = json.loads(run("rank", "-q", QUERY, "-m", "bm25", "-d", passages, "--json").stdout)
-    assert (found["rule"]["threshold"], found["dropped"], found["kept"][0]["index"]) == (
+    actual = json.loads(run("rank", "-q", QUERY, "-m", "bm25", "-d", passages, "--json").stdout)
+    assert (actual["rule"]["threshold"], actual["dropped"], actual["kept"][0]["index"]) == (
         None,
         [],
         0,
@@ -163,8 +165,8 @@ def test_index_counts_documents_and_the_different_parts_of_them(artifact, tmp_pa
 
 def test_index_names_its_folder_by_its_full_path(artifact, passages, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    said = run("index", "-d", passages, "-m", artifact, "--cache-folder", "prefixes").stdout
-    assert said.endswith(f" run for {tmp_path / 'prefixes'}\n")
+    message = run("index", "-d", passages, "-m", artifact, "--cache-folder", "prefixes").stdout
+    assert message.endswith(f" run for {tmp_path / 'prefixes'}\n")
 
 
 def test_explain_says_kept_or_dropped_by_the_threshold_of_the_model():
@@ -182,27 +184,27 @@ def test_explain_prints_parts_that_add_up_to_the_score(artifact):
     output = run(
         "explain", "-q", QUERY, "--document", DOCUMENTS[0], "-m", artifact, "--json"
     ).stdout
-    found = json.loads(output)
-    assert sum(sum(row) for row in found["parts"]) == pytest.approx(found["score"], abs=1e-6)
+    actual = json.loads(output)
+    assert sum(sum(row) for row in actual["parts"]) == pytest.approx(actual["score"], abs=1e-6)
     table = run("explain", "-q", QUERY, "--document", DOCUMENTS[0], "-m", artifact).stdout
     assert "L1" in table
-    assert f"{found['score']:+.2f}" in table
+    assert f"{actual['score']:+.2f}" in table
 
 
 def test_parts_agreement_and_matches_of_the_built_in_model_add_up_to_the_score():
-    asked = (
+    request = (
         "explain",
         "-q",
         "How do bees find flowers?",
         "--document",
         "Bees find flowers by their colour.",
     )
-    found = json.loads(run(*asked, "-m", "mini", "--dtype", "float32", "--json").stdout)
-    assert abs(found["similarity"]) > 0.1
-    assert sum(map(sum, found["parts"])) + found["similarity"] == pytest.approx(
-        found["score"], abs=1e-4
+    actual = json.loads(run(*request, "-m", "mini", "--dtype", "float32", "--json").stdout)
+    assert abs(actual["similarity"]) > 0.1
+    assert sum(map(sum, actual["parts"])) + actual["similarity"] == pytest.approx(
+        actual["score"], abs=1e-4
     )
-    assert len(found["matches"]) == len(found["tokens"])
+    assert len(actual["matches"]) == len(actual["tokens"])
 
 
 def test_info_describes_the_artifact_and_needs_no_language_model(artifact, ranker):
@@ -394,8 +396,8 @@ def test_a_disk_that_is_full_ends_scoring_in_one_line_and_leaves_no_half_file(
     monkeypatch.setattr(Path, "replace", full)
     out = tmp_path / "new" / "out.jsonl"
     result = run("score", "-i", str(source), "-o", str(out), "-m", "bm25", code=1)
-    said = " ".join(result.stderr.split())
-    assert re.fullmatch(r"error: No space left on device: '/.*'. Make room.", said)
+    message = " ".join(result.stderr.split())
+    assert re.fullmatch(r"error: No space left on device: '/.*'. Make room.", message)
     assert list(out.parent.iterdir()) == []
 
 
@@ -427,12 +429,12 @@ def test_control_characters_of_passages_and_artifacts_do_not_reach_the_terminal(
     shutil.copytree(artifact, folder)
     text = config.model_copy(update={"training": notes}).model_dump_json()
     (folder / "config.json").write_text(text, encoding="utf-8")
-    said = run("rank", "-q", "bees", "-d", str(documents), "-m", artifact).stdout
-    said += run("explain", "-q", evil, "--document", evil, "-m", artifact).stdout
-    said += run("info", str(folder)).stdout
-    said += run("rank", "-q", "bees", "-d", evil, "-m", artifact, code=2).stderr
-    assert said.count("bees \ufffd]0;owned\ufffd dance \ufffd31m") >= 5
-    assert not set(said) & {"\x1b", "\x07", "\x9b"}
+    message = run("rank", "-q", "bees", "-d", str(documents), "-m", artifact).stdout
+    message += run("explain", "-q", evil, "--document", evil, "-m", artifact).stdout
+    message += run("info", str(folder)).stdout
+    message += run("rank", "-q", "bees", "-d", evil, "-m", artifact, code=2).stderr
+    assert message.count("bees \ufffd]0;owned\ufffd dance \ufffd31m") >= 5
+    assert not set(message) & {"\x1b", "\x07", "\x9b"}
 
 
 def test_a_json_line_without_text_is_an_error_that_names_the_document(tmp_path):
@@ -449,9 +451,9 @@ def test_text_that_merely_starts_with_a_brace_is_text(tmp_path):
 
 
 def test_the_help_shows_the_whole_first_sentence_of_each_command():
-    said = " ".join(run("--help").stdout.split())
+    message = " ".join(run("--help").stdout.split())
     for command in app.commands.values():
-        assert command.help.partition("\n")[0] in said
+        assert command.help.partition("\n")[0] in message
 
 
 def test_examples_in_the_help_stand_without_backticks():
@@ -508,8 +510,8 @@ def test_a_byte_order_mark_does_not_turn_json_lines_into_text(tmp_path):
 
 
 def test_lone_surrogates_are_shown_as_the_replacement_character(artifact):
-    found = rank_json(artifact, "-d", "-", input='{"text": "bad \\ud83d end"}\n')
-    assert [row["text"] for row in found["kept"] + found["dropped"]] == ["bad \ufffd end"]
+    actual = rank_json(artifact, "-d", "-", input='{"text": "bad \\ud83d end"}\n')
+    assert [row["text"] for row in actual["kept"] + actual["dropped"]] == ["bad \ufffd end"]
 
 
 def test_standard_input_that_is_not_utf8_is_refused_as_a_file_is(artifact):
@@ -537,8 +539,8 @@ def test_output_is_utf8_whatever_the_terminal_was_set_to(artifact, encoding):
         run, input="Caf\u00e9 \u4e2d\n".encode(), env=environment, capture_output=True, timeout=300
     )
     assert done.returncode == 0
-    found = json.loads(done.stdout.decode())
-    assert [row["text"] for row in found["kept"] + found["dropped"]] == ["Caf\u00e9 \u4e2d"]
+    actual = json.loads(done.stdout.decode())
+    assert [row["text"] for row in actual["kept"] + actual["dropped"]] == ["Caf\u00e9 \u4e2d"]
 
 
 @pytest.mark.slow

@@ -68,9 +68,9 @@ def test_ranking_metrics_equal_the_published_formulas():
     # Ranked labels: 1 0 1 0 0 | 1 ; three relevant, two of them within the first five.
     query = ScoredQuery([6.0, 5.0, 4.0, 3.0, 2.0, 1.0], [True, False, True, False, False, True])
     ideal = 1 + 1 / math.log2(3) + 1 / math.log2(4)
-    found = ranking_measures([query])
-    assert found["ndcg@5"].item() == pytest.approx((1 + 1 / math.log2(4)) / ideal)
-    assert found["recall@5"].item() == pytest.approx(2 / 3)
+    actual = ranking_measures([query])
+    assert actual["ndcg@5"].item() == pytest.approx((1 + 1 / math.log2(4)) / ideal)
+    assert actual["recall@5"].item() == pytest.approx(2 / 3)
 
 
 def test_equal_scores_rank_by_input_order():
@@ -82,8 +82,8 @@ def test_equal_scores_rank_by_input_order():
 
 
 def test_every_query_counts_in_the_mean_of_the_ranking_metrics():
-    found, lost = ScoredQuery([1.0], [True]), ScoredQuery([1.0], [False])
-    assert summarise([found, lost], Rule(0.0))["ndcg@5"] == pytest.approx(1 / 2)
+    actual, lost = ScoredQuery([1.0], [True]), ScoredQuery([1.0], [False])
+    assert summarise([actual, lost], Rule(0.0))["ndcg@5"] == pytest.approx(1 / 2)
 
 
 def test_the_mean_of_the_ranking_measures_is_over_its_queries_values():
@@ -167,8 +167,8 @@ class Length(Reranker):
 def test_a_reranker_is_scored_on_the_titled_texts_of_every_query(tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps(LINE), encoding="utf-8")
     queries = read_labelled(tmp_path / "a.jsonl")
-    (found,) = score_dataset(Length(), queries)
-    assert found == ScoredQuery([9.0], [True])
+    (actual,) = score_dataset(Length(), queries)
+    assert actual == ScoredQuery([9.0], [True])
 
 
 class Words(Reranker):
@@ -187,10 +187,10 @@ def test_long_documents_are_measured_as_rank_reads_them():
     text = "a b c d e f g h i j "
     document = LabelledDocument(id="d", text=text, relevant=True)
     query = datasets.LabelledQuery(id="q", query="?", documents=(document,))
-    (found,) = score_dataset(Words(), [query])
+    (actual,) = score_dataset(Words(), [query])
     (ranked,) = Words().rank("?", [text])
     assert ranked.window.count > 1
-    assert list(found.scores) == [ranked.score]
+    assert list(actual.scores) == [ranked.score]
     assert ranked.score > Words().score("?", [text])[0]
 
 
@@ -226,7 +226,7 @@ def test_bm25_scores_zero_where_nothing_is_shared_or_there_are_no_words():
 
 
 def test_a_rule_on_several_queries_says_what_is_kept_what_is_lost_and_what_is_kept_in_error():
-    found = apply_rule(
+    actual = apply_rule(
         [
             ScoredQuery([2.0, 1.0, -1.0], [True, False, True]),  # precision 1/2, recall 1/2
             ScoredQuery([-1.0, -2.0], [True, False]),  # empty: no precision, recall and F1 0
@@ -235,23 +235,23 @@ def test_a_rule_on_several_queries_says_what_is_kept_what_is_lost_and_what_is_ke
         ],
         Rule(0.0),
     )
-    assert found.precision == pytest.approx((1 / 2 + 0) / 2)
-    assert found.recall == pytest.approx((1 / 2 + 0) / 2)
-    assert found.f1 == pytest.approx((1 / 2 + 1) / 4)
-    assert (found.kept, found.lost, found.called_relevant) == (1.0, 1, 1)
-    assert found.kept_unanswerable == 1.0
+    assert actual.precision == pytest.approx((1 / 2 + 0) / 2)
+    assert actual.recall == pytest.approx((1 / 2 + 0) / 2)
+    assert actual.f1 == pytest.approx((1 / 2 + 1) / 4)
+    assert (actual.kept, actual.lost, actual.called_relevant) == (1.0, 1, 1)
+    assert actual.kept_unanswerable == 1.0
 
 
 def test_what_means_nothing_for_any_query_has_no_value():
-    found = apply_rule([ScoredQuery([-1.0], [False])], Rule(0.0))
-    assert (found.precision, found.recall, found.f1) == (None, None, 1.0)
+    actual = apply_rule([ScoredQuery([-1.0], [False])], Rule(0.0))
+    assert (actual.precision, actual.recall, actual.f1) == (None, None, 1.0)
     assert apply_rule([ScoredQuery([1.0], [True])], Rule(0.0)).kept_unanswerable is None
 
 
 def test_a_query_without_documents_counts_nothing():
     queries = [ScoredQuery([], []), ScoredQuery([1.0, -1.0], [True, False])]
-    found = apply_rule(queries, Rule(0.0))
-    assert (found.f1, found.precision, found.recall) == (0.5, 1.0, 1.0)
+    actual = apply_rule(queries, Rule(0.0))
+    assert (actual.f1, actual.precision, actual.recall) == (0.5, 1.0, 1.0)
 
 
 def test_what_the_fallback_keeps_of_an_unanswerable_query_is_not_called_relevant():
@@ -295,17 +295,17 @@ def test_a_summary_has_the_same_measures_for_the_rule_in_use_and_for_others():
     native = Rule(0.0, max_gap=0.5)
     summary = summarise([MIXED, BELOW, NO_ANSWER], native)
     assert (summary["queries"], summary["answerable"]) == (3, 2)
-    found = summary["rules"]
+    actual = summary["rules"]
     tops = ["top1", "top3", "top5"]
     firsts = ["first1", "first3", "first5"]
-    assert list(found) == ["in_use", "threshold", *tops, *firsts]
-    assert found["in_use"]["rule"] == "zero and within 0.5 of the best"
-    assert (found["in_use"]["kept"], found["threshold"]["kept"]) == (1.0, pytest.approx(5 / 3))
+    assert list(actual) == ["in_use", "threshold", *tops, *firsts]
+    assert actual["in_use"]["rule"] == "zero and within 0.5 of the best"
+    assert (actual["in_use"]["kept"], actual["threshold"]["kept"]) == (1.0, pytest.approx(5 / 3))
     # MIXED keeps its relevant best: F1 = 2 * 1 / (1 + 2). The others keep an irrelevant one.
-    assert found["top1"]["f1"] == pytest.approx(2 / 9)
+    assert actual["top1"]["f1"] == pytest.approx(2 / 9)
     # The first of the file is irrelevant in each.
-    assert [found[name]["lost"] for name in ("first1", "first3", "top3")] == [2, 0, 0]
-    assert found["top5"]["kept"] == pytest.approx((4 + 4 + 2) / 3)
+    assert [actual[name]["lost"] for name in ("first1", "first3", "top3")] == [2, 0, 0]
+    assert actual["top5"]["kept"] == pytest.approx((4 + 4 + 2) / 3)
 
 
 def test_lost_answers_are_named_by_the_ids_of_their_queries():

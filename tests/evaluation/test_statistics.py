@@ -31,9 +31,9 @@ def test_the_bootstrap_interval_equals_the_exact_one_of_all_resamples():
     exact = np.percentile(
         [mean(draw) for draw in product(values, repeat=4)], [2.5, 97.5]
     )  # all 256 samples
-    found = estimate(bootstrap(values, resamples=20000))
-    assert found.mean == pytest.approx(mean(values))
-    assert (found.low, found.high) == (
+    actual = estimate(bootstrap(values, resamples=20000))
+    assert actual.mean == pytest.approx(mean(values))
+    assert (actual.low, actual.high) == (
         pytest.approx(exact[0], abs=0.02),
         pytest.approx(exact[1], abs=0.02),
     )
@@ -41,8 +41,10 @@ def test_the_bootstrap_interval_equals_the_exact_one_of_all_resamples():
 
 def test_the_interval_covers_the_true_mean_about_as_often_as_it_says():
     rng = np.random.default_rng(0)
-    found = [estimate(bootstrap(list(rng.normal(3.0, 1.0, 50)), resamples=300)) for _ in range(200)]
-    assert 0.88 <= mean([low.low <= 3.0 <= low.high for low in found]) <= 0.99
+    actual = [
+        estimate(bootstrap(list(rng.normal(3.0, 1.0, 50)), resamples=300)) for _ in range(200)
+    ]
+    assert 0.88 <= mean([low.low <= 3.0 <= low.high for low in actual]) <= 0.99
 
 
 @settings(max_examples=30, deadline=None)
@@ -51,9 +53,9 @@ def test_the_interval_covers_the_true_mean_about_as_often_as_it_says():
     st.integers(0, 3),
 )
 def test_the_interval_contains_the_mean_and_is_repeatable(sample, seed):
-    found = estimate(bootstrap(sample, resamples=100, seed=seed))
-    assert found.low <= found.mean <= found.high
-    assert found == estimate(bootstrap(sample, resamples=100, seed=seed))
+    actual = estimate(bootstrap(sample, resamples=100, seed=seed))
+    assert actual.low <= actual.mean <= actual.high
+    assert actual == estimate(bootstrap(sample, resamples=100, seed=seed))
 
 
 def test_the_interval_shrinks_with_the_root_of_the_number_of_queries():
@@ -63,18 +65,18 @@ def test_the_interval_shrinks_with_the_root_of_the_number_of_queries():
 
 
 def test_one_query_has_a_mean_and_no_interval():
-    found = estimate_mean([0.5])
-    assert (found.mean, found.low, found.high) == (0.5, None, None)
+    actual = estimate_mean([0.5])
+    assert (actual.mean, actual.low, actual.high) == (0.5, None, None)
 
 
 def test_a_paired_interval_is_tighter_than_the_difference_of_two_means():
     rng = np.random.default_rng(1)
     hard = rng.random(100)  # what both systems share: how hard each query is
     first, second = list(hard + 0.05 + rng.normal(0, 0.01, 100)), list(hard)
-    found = estimate_mean(np.subtract(first, second))
-    assert 0 < found.low < 0.05 < found.high
+    actual = estimate_mean(np.subtract(first, second))
+    assert 0 < actual.low < 0.05 < actual.high
     alone = estimate_mean(first)
-    assert found.high - found.low < (alone.high - alone.low) / 5
+    assert actual.high - actual.low < (alone.high - alone.low) / 5
 
 
 def test_the_difference_of_two_bootstraps_is_that_of_paired_samples():

@@ -59,12 +59,12 @@ def test_pooled_states_point_where_the_mean_of_each_window_does(kind, size):
     states = np.random.default_rng(0).standard_normal((6, 50, 6)).astype(np.float32)
     for row, length in enumerate(lengths):
         states[row, length:] = np.nan
-    for row, found in enumerate(pooled(kind(states), lengths, size)):
+    for row, actual in enumerate(pooled(kind(states), lengths, size)):
         windows = similarity_windows(lengths[row], size)
         means = np.array([states[row, start:stop].mean(0) for start, stop in windows])
-        assert to_numpy(found).dtype == np.float32
-        np.testing.assert_allclose(found[0], means[0], rtol=0, atol=1e-6)
-        one, other = (v / np.linalg.norm(v, axis=1)[:, None] for v in (to_numpy(found), means))
+        assert to_numpy(actual).dtype == np.float32
+        np.testing.assert_allclose(actual[0], means[0], rtol=0, atol=1e-6)
+        one, other = (v / np.linalg.norm(v, axis=1)[:, None] for v in (to_numpy(actual), means))
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-6)
 
 

@@ -33,12 +33,12 @@ def plain_ids(text):
 
 def test_document_ids_are_the_parts_tokenised_apart_and_joined():
     document = "The bridge was opened in 1932."
-    [found] = prompts().documents([document], 5)
-    assert found.ids == plain_ids(DEFAULT.instruction) + plain_ids(document) + plain_ids(
+    [actual] = prompts().documents([document], 5)
+    assert actual.ids == plain_ids(DEFAULT.instruction) + plain_ids(document) + plain_ids(
         DEFAULT.separator
     )
-    assert not found.truncated
-    assert not found.empty
+    assert not actual.truncated
+    assert not actual.empty
 
 
 def test_many_large_documents_leave_few_bytes_in_memory(monkeypatch):
@@ -69,8 +69,8 @@ def test_no_merge_crosses_a_seam_between_parts():
 
 
 def test_query_ids_are_query_and_suffix_tokenised_apart():
-    found = prompts(Template(suffix="\nAnswer:")).query("When was it opened?")
-    assert found.ids == plain_ids("When was it opened?") + plain_ids("\nAnswer:")
+    actual = prompts(Template(suffix="\nAnswer:")).query("When was it opened?")
+    assert actual.ids == plain_ids("When was it opened?") + plain_ids("\nAnswer:")
 
 
 def test_query_only_run_starts_with_the_same_template_as_an_empty_document():
@@ -89,10 +89,10 @@ def test_query_only_run_starts_with_the_same_template_as_an_empty_document():
 )
 def test_positions_choose_which_tokens_are_scored(positions, expected):
     query, suffix = "When was it opened?", "<|im_end|>\nRelevant:"
-    found = prompts(Template(suffix=suffix, positions=positions)).query(query)
+    actual = prompts(Template(suffix=suffix, positions=positions)).query(query)
     lengths = len(plain_ids(query)), len(plain_ids(suffix))
-    assert found.scored == expected(*lengths)
-    assert found.length == len(found.ids[found.scored])
+    assert actual.scored == expected(*lengths)
+    assert actual.length == len(actual.ids[actual.scored])
 
 
 def test_special_tokens_written_in_the_template_are_recognised():
@@ -116,11 +116,11 @@ def test_special_tokens_in_documents_and_queries_are_plain_text(special):
 def test_special_tokens_are_plain_text_for_a_word_piece_too():
     tokenizer = word_piece_tokenizer()
     separator = tokenizer.convert_tokens_to_ids("[SEP]")
-    found = prompts(
+    actual = prompts(
         Template(instruction="[CLS]", separator="[SEP]"), tokenizer=tokenizer
     ).documents(["a [SEP] b"], 1)
-    assert found[0].ids.count(separator) == 1
-    assert found[0].ids[-1] == separator
+    assert actual[0].ids.count(separator) == 1
+    assert actual[0].ids[-1] == separator
 
 
 def test_nothing_is_added_around_texts_even_if_the_tokenizer_would():
@@ -138,13 +138,13 @@ def test_nothing_is_added_around_texts_even_if_the_tokenizer_would():
 def test_a_document_is_cut_only_at_its_end_and_the_cut_is_reported():
     text = "The ice moves a few centimetres a day. " * 60
     tokenizer = prompts(max_length=128)
-    [found] = tokenizer.documents([text], 4)
+    [actual] = tokenizer.documents([text], 4)
     head, tail = len(plain_ids(DEFAULT.instruction)), len(plain_ids(DEFAULT.separator))
-    inner = found.ids[head:-tail]
-    assert found.truncated
-    assert found.ids[:head] + found.ids[-tail:] == tokenizer.null_prefix
+    inner = actual.ids[head:-tail]
+    assert actual.truncated
+    assert actual.ids[:head] + actual.ids[-tail:] == tokenizer.null_prefix
     assert inner == plain_ids(text)[: len(inner)]
-    assert len(found.ids) == 128 - 128 // 4
+    assert len(actual.ids) == 128 - 128 // 4
 
 
 def test_a_document_that_just_fits_is_not_cut_and_one_token_more_is():
@@ -229,8 +229,8 @@ def test_input_errors_are_value_errors_and_errors_of_the_package():
 
 
 def test_a_document_without_text_is_marked_empty():
-    found = prompts().documents(["", " \n", "frost"], 1)
-    assert [document.empty for document in found] == [True, True, False]
+    actual = prompts().documents(["", " \n", "frost"], 1)
+    assert [document.empty for document in actual] == [True, True, False]
 
 
 def test_lone_surrogates_in_documents_and_queries_are_tokenised_as_replacement_characters():
@@ -244,9 +244,9 @@ def test_emoji_survive():
 
 
 def test_a_hundred_thousand_characters_are_cut_to_the_positions():
-    [found] = prompts().documents(["The bridge is long. " * 5000], 3)
-    assert found.truncated
-    assert len(found.ids) == 512 - 128
+    [actual] = prompts().documents(["The bridge is long. " * 5000], 3)
+    assert actual.truncated
+    assert len(actual.ids) == 512 - 128
 
 
 PIECES = [

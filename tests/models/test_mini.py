@@ -94,7 +94,7 @@ def answers(load, folder):
         "warm": lists(kept),
         "in another order": lists(load(), -1),
         "alone": [load(cache_size=0).score(pair.query, [pair.document])[0] for pair in pairs],
-        "pairs": [found.score for found in load().score_pairs(pairs)],
+        "pairs": [actual.score for actual in load().score_pairs(pairs)],
         "joined": [score for scores in joined for score in scores],
         "explained": [kept.explain(pair.query, pair.document).score for pair in pairs],
     }
@@ -114,8 +114,8 @@ def test_the_same_pair_gets_the_same_score_in_every_way(dtype, tmp_path):
     ):
         expected = next(iter(ways.values()))
         assert len(set(expected)) == 3 * len(PASSAGES)
-        for way, found in ways.items():
-            assert found == pytest.approx(expected, abs=1e-6), way
+        for way, actual in ways.items():
+            assert actual == pytest.approx(expected, abs=1e-6), way
 
 
 @pytest.mark.parametrize("dtype", ["int8", "nf4"])
@@ -153,12 +153,12 @@ def test_the_recorded_figures_are_those_of_the_shipped_weights(mini):
             pytest.skip("needs ../shared/data")
         queries = [query for query in read_labelled(data) if query.id in rows]
         scored = score_dataset(mini, queries)
-        found = zip(
+        actual = zip(
             ranking_measures(scored)["ndcg@5"], (f1_at(query, 0.0) for query in scored), strict=True
         )
         # The recorded queries were chosen so that rounding changes neither their order nor a
         # decision.
-        assert {q.id: list(pair) for q, pair in zip(queries, found, strict=True)} == {
+        assert {q.id: list(pair) for q, pair in zip(queries, actual, strict=True)} == {
             key: pytest.approx(pair, abs=1e-9) for key, pair in rows.items()
         }
 
@@ -166,14 +166,14 @@ def test_the_recorded_figures_are_those_of_the_shipped_weights(mini):
 @pytest.mark.slow
 def test_words_keywords_and_greetings_are_understood(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "research" / "mini")
-    found = importlib.import_module("measure").short_queries(
+    actual = importlib.import_module("measure").short_queries(
         RSRank.from_pretrained(device="cpu", dtype="float32"), 0.0
     )
-    assert found["words"]["mrr"] > 0.95
-    assert found["words"]["found"] >= 0.95
-    assert found["keywords"]["mrr"] > 0.95
-    assert found["keywords"]["found"] >= 0.95
-    assert found["nothing"]["silent"] == 1
+    assert actual["words"]["mrr"] > 0.95
+    assert actual["words"]["found"] >= 0.95
+    assert actual["keywords"]["mrr"] > 0.95
+    assert actual["keywords"]["found"] >= 0.95
+    assert actual["nothing"]["silent"] == 1
 
 
 def figures():
@@ -183,24 +183,24 @@ def figures():
 def test_every_table_of_figures_is_written_from_the_one_file(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "research" / "mini")
     tables = importlib.import_module("tables")
-    found = tables.blocks(tables.read())
+    actual = tables.blocks(tables.read())
     for page in tables.PAGES:
         text = (ROOT / page).read_text(encoding="utf-8")
         assert tables.BLOCK.search(text), page
-        assert tables.rewritten(text, found) == text, f"{page}: run python research/mini/tables.py"
+        assert tables.rewritten(text, actual) == text, f"{page}: run python research/mini/tables.py"
 
 
 def test_a_mean_counts_each_family_once_and_apart_from_those_never_seen(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "research" / "mini")
     tables = importlib.import_module("tables")
-    found = tables.columns_of(figures(), "ndcg@5")["mini"]
+    actual = tables.columns_of(figures(), "ndcg@5")["mini"]
     two = [
-        (found[f"{name}.paragraph"] + found[f"{name}.sentence"]) / 2
+        (actual[f"{name}.paragraph"] + actual[f"{name}.sentence"]) / 2
         for name in ("2wiki", "hotpotqa")
     ]
     alone = ("musique.paragraph", "realdocs.passage", "everyday.passage")
-    seen = [*two, *(found[name] for name in alone)]
-    unseen = [found[name] for name in ("clapnq.sentence", "fever.sentence", "fiqa", "nfcorpus")]
-    assert found["mean, seen"] == pytest.approx(sum(seen) / len(seen))
-    assert found["mean, never seen"] == pytest.approx(sum(unseen) / len(unseen))
-    assert found["mean of all"] == pytest.approx(sum([*seen, *unseen]) / 9)
+    seen = [*two, *(actual[name] for name in alone)]
+    unseen = [actual[name] for name in ("clapnq.sentence", "fever.sentence", "fiqa", "nfcorpus")]
+    assert actual["mean, seen"] == pytest.approx(sum(seen) / len(seen))
+    assert actual["mean, never seen"] == pytest.approx(sum(unseen) / len(unseen))
+    assert actual["mean of all"] == pytest.approx(sum([*seen, *unseen]) / 9)

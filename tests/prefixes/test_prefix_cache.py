@@ -61,9 +61,9 @@ def test_rows_without_a_key_get_their_own_documents(device):
     query = TokenisedQuery((1,), 0, 1)
     for documents in ([(1, 2), (3, 4)], [(3, 4), (5, 6)]):
         rows = [Row(ids, query) for ids in documents]
-        found = cache.prefill(Model(), rows, 0, ())
+        actual = cache.prefill(Model(), rows, 0, ())
         for number, ids in enumerate(documents):
-            assert torch.equal(found.rows()[number].states, torch.stack(made_up(ids)))
+            assert torch.equal(actual.rows()[number].states, torch.stack(made_up(ids)))
 
 
 def rounded(states, dtype):
@@ -108,8 +108,8 @@ def test_what_was_run_once_is_not_run_again():
     check(prefill(kept, DOCS, model), DOCS)
     check(prefill(kept, DOCS[::-1], model), DOCS[::-1])
     assert model.ran == DOCS
-    found = stats(kept)
-    assert (found["device_hits"], found["misses"], found["device_bytes"]) == (3, 3, 10 * BYTES)
+    actual = stats(kept)
+    assert (actual["device_hits"], actual["misses"], actual["device_bytes"]) == (3, 3, 10 * BYTES)
 
 
 def test_one_call_may_mix_hits_and_misses():
@@ -183,8 +183,8 @@ def test_a_document_larger_than_a_tier_is_run_each_time():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_first_call_gives_what_every_later_one_gives_wherever_it_is_found(tmp_path, dtype):
     def prefixes(kept, model):
-        found = prefill(kept, [DOCS[2]], model)
-        return torch.stack([*found.keys, *found.values])
+        actual = prefill(kept, [DOCS[2]], model)
+        return torch.stack([*actual.keys, *actual.values])
 
     class Rounded(Model):
         def prefill(self, *arguments):
@@ -217,9 +217,9 @@ def test_the_disk_keeps_what_the_process_forgets(tmp_path):
     check(prefill(again, DOCS, model), DOCS, error=0.02)
     check(prefill(again, DOCS, model), DOCS, error=0.02)
     assert model.ran == DOCS
-    found = stats(again)
-    assert (found["disk_hits"], found["device_hits"], found["misses"]) == (3, 3, 0)
-    assert found["disk_bytes"] == sum(path.stat().st_size for path in tmp_path.glob("*/*"))
+    actual = stats(again)
+    assert (actual["disk_hits"], actual["device_hits"], actual["misses"]) == (3, 3, 0)
+    assert actual["disk_bytes"] == sum(path.stat().st_size for path in tmp_path.glob("*/*"))
 
 
 def test_8_bits_err_by_half_a_scale_at_most_and_a_sink_token_costs_no_other():
@@ -379,10 +379,10 @@ def test_threads_share_a_store(tmp_path):
 
     with ThreadPoolExecutor(8) as threads:
         list(threads.map(use, range(24)))
-    found = stats(kept)
-    assert found["device_bytes"] <= 20 * BYTES
-    hits = found["device_hits"] + found["disk_hits"]
-    assert hits + found["misses"] == 24 * 20
+    actual = stats(kept)
+    assert actual["device_bytes"] <= 20 * BYTES
+    hits = actual["device_hits"] + actual["disk_hits"]
+    assert hits + actual["misses"] == 24 * 20
 
 
 @pytest.mark.slow
@@ -423,8 +423,10 @@ def test_scores_with_kept_prefixes_are_the_same(tiny_ranker, kind):
     kept = keeping(ranker)
     expected = score_many(ranker, QUERIES, [DOCUMENTS] * 3)
     for _ in range(2):
-        for found, wanted in zip(score_many(kept, QUERIES, [DOCUMENTS] * 3), expected, strict=True):
-            assert found == pytest.approx(wanted, abs=1e-4)
+        for actual, wanted in zip(
+            score_many(kept, QUERIES, [DOCUMENTS] * 3), expected, strict=True
+        ):
+            assert actual == pytest.approx(wanted, abs=1e-4)
     assert stats(kept)["misses"] == len(DOCUMENTS)
     mixed = [*DOCUMENTS[::-1], "something new"]
     assert kept.score(QUERY, mixed) == pytest.approx(ranker.score(QUERY, mixed), abs=1e-4)
@@ -560,17 +562,17 @@ def test_index_fills_a_folder_ahead_of_time_and_goes_on(ranker, tmp_path):
     (tmp_path / "passages.txt").write_text("\n".join(DOCUMENTS))
     command = ["index", "--model", tmp_path / "artifact", "--documents", tmp_path / "passages.txt"]
     command += ["--cache-folder", tmp_path / "prefixes", "--device", "cpu", "--dtype", "float32"]
-    said = [CliRunner().invoke(app, [str(part) for part in command]) for _ in range(2)]
-    assert [result.exit_code for result in said] == [0, 0], said[0].output
-    assert f"{len(DOCUMENTS)} run" in said[0].output
-    assert "0 run" in said[1].output
+    message = [CliRunner().invoke(app, [str(part) for part in command]) for _ in range(2)]
+    assert [result.exit_code for result in message] == [0, 0], message[0].output
+    assert f"{len(DOCUMENTS)} run" in message[0].output
+    assert "0 run" in message[1].output
     loaded = RSRank.from_pretrained(
         tmp_path / "artifact", device="cpu", dtype="float32", cache_folder=tmp_path / "prefixes"
     )
     loaded.score(QUERY, DOCUMENTS)
-    found = stats(loaded)
-    assert (found["disk_hits"], found["misses"]) == (len(DOCUMENTS), 0)
-    assert json.dumps(found)
+    actual = stats(loaded)
+    assert (actual["disk_hits"], actual["misses"]) == (len(DOCUMENTS), 0)
+    assert json.dumps(actual)
 
 
 @pytest.mark.shared
@@ -582,8 +584,8 @@ def test_8_bits_move_scores_of_a_trained_model_by_less_than_its_rounding(stories
     ]
     expected = stories.score("What did Lily throw?", documents)
     keeping(stories, tmp_path).score("What did Lily throw?", documents)
-    found = keeping(stories, tmp_path).score("What did Lily throw?", documents)
-    assert found == pytest.approx(expected, abs=1.6)
+    actual = keeping(stories, tmp_path).score("What did Lily throw?", documents)
+    assert actual == pytest.approx(expected, abs=1.6)
 
 
 def test_rankers_of_tests_keep_nothing(ranker):
@@ -623,9 +625,9 @@ def test_a_folder_that_cannot_be_touched_still_serves(tmp_path, monkeypatch):
 def test_nobody_else_may_read_what_is_kept(tmp_path):
     folder = tmp_path / "kept"
     prefill(store(folder=folder), DOCS, Model())
-    found = [folder, *folder.rglob("*")]
-    assert {oct(path.stat().st_mode & 0o777) for path in found if path.is_dir()} == {"0o700"}
-    assert {oct(path.stat().st_mode & 0o777) for path in found if path.is_file()} == {"0o600"}
+    actual = [folder, *folder.rglob("*")]
+    assert {oct(path.stat().st_mode & 0o777) for path in actual if path.is_dir()} == {"0o700"}
+    assert {oct(path.stat().st_mode & 0o777) for path in actual if path.is_file()} == {"0o600"}
 
 
 def test_a_damaged_file_does_not_count_as_indexed(ranker, tmp_path):

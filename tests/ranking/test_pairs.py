@@ -35,7 +35,7 @@ def one_by_one(ranker, pairs):
 
 
 def together(ranker, pairs):
-    return [found.score for found in ranker.score_pairs(pairs)]
+    return [actual.score for actual in ranker.score_pairs(pairs)]
 
 
 @pytest.mark.parametrize(

@@ -33,8 +33,8 @@ def of_langchain(**settings):
     from rsrank_rag.langchain import RSRankCompressor
 
     compressor = RSRankCompressor(model=Numbers(), **settings)
-    found = compressor.compress_documents([Document(text) for text in TEXTS], "q")
-    return [(document.page_content, document.metadata["relevance_score"]) for document in found]
+    actual = compressor.compress_documents([Document(text) for text in TEXTS], "q")
+    return [(document.page_content, document.metadata["relevance_score"]) for document in actual]
 
 
 def of_llama_index(**settings):
@@ -44,8 +44,10 @@ def of_llama_index(**settings):
     from rsrank_rag.llama_index import RSRankPostprocessor
 
     nodes = [NodeWithScore(node=TextNode(text=text)) for text in TEXTS]
-    found = RSRankPostprocessor(model=Numbers(), **settings).postprocess_nodes(nodes, query_str="q")
-    return [(scored.node.text, scored.score) for scored in found]
+    actual = RSRankPostprocessor(model=Numbers(), **settings).postprocess_nodes(
+        nodes, query_str="q"
+    )
+    return [(scored.node.text, scored.score) for scored in actual]
 
 
 @pytest.mark.parametrize("call", [of_langchain, of_llama_index])
@@ -86,9 +88,9 @@ def test_the_report_adds_up_what_was_logged(caplog, tmp_path):
     text = "\n".join(["started", *lines, "{shadow", *foreign])
     log.write_text(text, encoding="utf-8")
     with log.open(encoding="utf-8") as opened:
-        found = report(read(opened))
+        actual = report(read(opened))
     saved = len(TEXTS[1]) + sum(map(len, TEXTS))
-    assert found == {
+    assert actual == {
         "calls": 5,
         "documents": 14,
         "dropped": 5 / 14,
@@ -96,17 +98,17 @@ def test_the_report_adds_up_what_was_logged(caplog, tmp_path):
         "none_relevant": 1,
         "with_threshold": 3,
     }
-    said = CliRunner().invoke(app, ["report", str(log)])
-    assert said.exit_code == 0
-    assert said.stdout == (
+    message = CliRunner().invoke(app, ["report", str(log)])
+    assert message.exit_code == 0
+    assert message.stdout == (
         "5 calls, 3 with a threshold\n"
         "14 documents, 35.7% would have been dropped\n"
         f"about {saved // 4} tokens would have been saved\n"
         "1 calls with nothing above the threshold\n"
     )
     log.write_text(lines[3], encoding="utf-8")
-    said = CliRunner().invoke(app, ["report", str(log)]).stdout
-    assert said.endswith("about 0 tokens would have been saved\n")
+    message = CliRunner().invoke(app, ["report", str(log)]).stdout
+    assert message.endswith("about 0 tokens would have been saved\n")
     log.write_text("nothing", encoding="utf-8")
     assert CliRunner().invoke(app, ["report", str(log)]).exit_code == 2
     for missing in (tmp_path / "no.log", tmp_path):
@@ -120,8 +122,8 @@ def test_the_report_lists_the_calls_with_what_each_would_have_dropped(caplog, tm
     log_shadow(Numbers().rank("none", ["1 one"]))
     log = tmp_path / "app.log"
     log.write_text("\n".join(record.message for record in caplog.records), encoding="utf-8")
-    said = CliRunner().invoke(app, ["report", str(log), "--calls"]).stdout
-    assert said.splitlines()[:2] == [
+    message = CliRunner().invoke(app, ["report", str(log), "--calls"]).stdout
+    assert message.splitlines()[:2] == [
         "run-1  'which?': 1 kept, 2 dropped: a7 -1.00, [2] -3.00",
         "-  'none': 1 kept, 0 dropped: -",
     ]

@@ -50,7 +50,7 @@ class Hits(Reranker):
         return self.score_texts([pair.document for pair in pairs])
 
     def score(self, query, documents):
-        return [found.score for found in self.score_texts(documents)]
+        return [actual.score for actual in self.score_texts(documents)]
 
     def of(self, text):
         if "nan" in text:
@@ -82,7 +82,7 @@ def pieces(text):
 
 
 def test_sentences_hold_all_of_a_text_in_order_whatever_it_is_written_in():
-    found = sentences(ODD)
+    actual = sentences(ODD)
     assert pieces(ODD)[:4] == [
         "Dr. Ann lit the lamp.",
         "It shone 3.5 km!",
@@ -92,7 +92,7 @@ def test_sentences_hold_all_of_a_text_in_order_whatever_it_is_written_in():
     assert {"日本語です。", "これは文です。", "मैं घर जा रहा हूँ।", "J.\u00a0Smith left."} <= set(
         pieces(ODD)
     )
-    assert all(stop <= start for (_, stop), (start, _) in pairwise(found))
+    assert all(stop <= start for (_, stop), (start, _) in pairwise(actual))
     assert "".join("".join(pieces(ODD)).split()) == "".join(ODD.split())
 
 
@@ -106,9 +106,9 @@ def test_random_text_of_all_kinds_of_characters_keeps_its_offsets():
     rng = random.Random(1)
     for _ in range(300):
         text = "".join(rng.choice(letters) for _ in range(rng.randrange(60)))
-        found = sentences(text)
+        actual = sentences(text)
         assert "".join("".join(pieces(text)).split()) == "".join(text.split())
-        assert all(text[start:stop].strip() == text[start:stop] for start, stop in found)
+        assert all(text[start:stop].strip() == text[start:stop] for start, stop in actual)
 
 
 def test_a_long_text_is_split_as_its_pieces_are():
@@ -153,27 +153,27 @@ def test_sections_of_a_long_text_end_after_lines_and_hold_all_of_it():
 def test_windows_end_with_sentences_overlap_and_hold_everything():
     text = " ".join(f"{words(7)} end{i}." for i in range(20))
     ends, _ = Hits().token_ends(text)
-    found = windows(text, ends, 44)
+    actual = windows(text, ends, 44)
     assert all(
-        text[:stop].endswith(".") and len(text[start:stop].split()) <= 40 for start, stop in found
+        text[:stop].endswith(".") and len(text[start:stop].split()) <= 40 for start, stop in actual
     )
-    assert found[0][0] == 0
-    assert found[-1][1] == len(text)
-    assert all(first < start < stop < last for (first, stop), (start, last) in pairwise(found))
+    assert actual[0][0] == 0
+    assert actual[-1][1] == len(text)
+    assert all(first < start < stop < last for (first, stop), (start, last) in pairwise(actual))
 
 
 def test_a_sentence_that_is_too_long_for_a_window_is_cut_between_tokens():
     text = f"Short one. {words(100)}. Short two."
-    found = windows(text, Hits().token_ends(text)[0], 24)
-    assert all(len(text[start:stop].split()) <= 20 for start, stop in found)
-    assert set(" ".join(text[start:stop] for start, stop in found).split()) == set(text.split())
+    actual = windows(text, Hits().token_ends(text)[0], 24)
+    assert all(len(text[start:stop].split()) <= 20 for start, stop in actual)
+    assert set(" ".join(text[start:stop] for start, stop in actual).split()) == set(text.split())
 
 
 @pytest.mark.parametrize("room", [1, 4, 5, 9])
 def test_windows_of_any_size_come_to_an_end_and_hold_everything(room):
     text = "  ".join(CORPUS)
-    found = windows(text, Hits().token_ends(text)[0], room)
-    covered = {i for start, stop in found for i in range(start, stop)}
+    actual = windows(text, Hits().token_ends(text)[0], room)
+    covered = {i for start, stop in actual for i in range(start, stop)}
     assert all(text[i].isspace() for i in set(range(len(text))) - covered)
 
 
@@ -210,16 +210,16 @@ def test_neighbours_stay_with_what_stands_between_them():
 
 @pytest.mark.parametrize("context", [0, 1, 3, 40, 23_082_634_031, pytest.param(10**400, id="huge")])
 def test_what_stands_near_a_hit_is_kept_however_far_near_is(context):
-    said = random.Random(5).choices(["A bee.", "Not so."], [1, 9], k=40)
-    found = (
-        Hits().rank("q", [" ".join(said)], extract="sentences", context=context).kept[0].excerpts
+    message = random.Random(5).choices(["A bee.", "Not so."], [1, 9], k=40)
+    actual = (
+        Hits().rank("q", [" ".join(message)], extract="sentences", context=context).kept[0].excerpts
     )
     expected = [
         text
-        for i, text in enumerate(said)
-        if "A bee." in said[max(0, i - context) : i + context + 1]
+        for i, text in enumerate(message)
+        if "A bee." in message[max(0, i - context) : i + context + 1]
     ]
-    assert [one.text for one in found] == expected
+    assert [one.text for one in actual] == expected
 
 
 def test_without_a_threshold_all_sentences_stay():
@@ -367,7 +367,7 @@ def test_a_model_reads_each_window_whole_and_by_itself(tiny_ranker, kind):
     assert not long.truncated
     assert long.score == pytest.approx(max(ranker.score(QUERY, parts)), abs=1e-4)
     assert not any(
-        found.truncated for found in ranker.score_pairs([Pair(QUERY, part) for part in parts])
+        actual.truncated for actual in ranker.score_pairs([Pair(QUERY, part) for part in parts])
     )
     assert (
         ranker.rank(QUERY, [text, CORPUS[0]], threshold=None) == result
@@ -427,9 +427,9 @@ def test_what_was_read_ahead_of_time_is_not_read_again(tiny_ranker, tmp_path, op
 def test_a_models_sentences_score_as_documents_of_their_own(tiny_ranker):
     ranker = tiny_ranker("qwen3")
     result = ranker.rank(QUERY, [" ".join(CORPUS)], threshold=None, extract="sentences")
-    found = result.kept[0].excerpts
-    assert [one.score for one in found] == pytest.approx(
-        ranker.score(QUERY, [one.text for one in found]), abs=1e-4
+    actual = result.kept[0].excerpts
+    assert [one.score for one in actual] == pytest.approx(
+        ranker.score(QUERY, [one.text for one in actual]), abs=1e-4
     )
 
 
@@ -452,20 +452,20 @@ class TestAdapters:
             for i, text in enumerate(DOCUMENTS)
         ]
         if asynchronous:
-            found = await compressor.acompress_documents(given, "q")
+            actual = await compressor.acompress_documents(given, "q")
         else:
-            found = await asyncio.to_thread(compressor.compress_documents, given, "q")
-        assert [(document.id, document.page_content) for document in found] == [
+            actual = await asyncio.to_thread(compressor.compress_documents, given, "q")
+        assert [(document.id, document.page_content) for document in actual] == [
             ("0", "A bee flies. Two bees, one bee."),
             ("3", "Only a bee"),
         ]
-        assert found[0].metadata["rsrank_excerpts"] == [
+        assert actual[0].metadata["rsrank_excerpts"] == [
             {"start": 16, "end": 28, "score": 0.5},
             {"start": 48, "end": 66, "score": 1.5},
         ]
         assert given[0].page_content == DOCUMENTS[0]
         assert "bee bee" not in " ".join(reranker.seen)
-        again = compressor.compress_documents(found, "q")
+        again = compressor.compress_documents(actual, "q")
         assert again[0].metadata["rsrank_excerpts"][0]["start"] == 0
 
     async def test_langchain_windows_are_counted_in_the_documents_text(self):
@@ -478,12 +478,12 @@ class TestAdapters:
             model=Hits(), long_documents="windows", metadata_fields=("title",)
         )
         text = "One two three four. Five six seven eight. A bee or bee."
-        found = (
+        actual = (
             await compressor.acompress_documents([Document(text, metadata={"title": "T"})], "q")
         )[0]
-        window = found.metadata["rsrank_window"]
+        window = actual.metadata["rsrank_window"]
         assert text[window["start"] : window["end"]].endswith("A bee or bee.")
-        assert found.page_content == text
+        assert actual.page_content == text
 
     @both_ways
     async def test_llama_index_nodes_shrink_and_say_where_from(self, asynchronous):
@@ -500,13 +500,13 @@ class TestAdapters:
             )
         ]
         if asynchronous:
-            found = await postprocessor.apostprocess_nodes(given, query_str="q")
+            actual = await postprocessor.apostprocess_nodes(given, query_str="q")
         else:
-            found = await asyncio.to_thread(postprocessor.postprocess_nodes, given, query_str="q")
-        assert (found[0].node.text, found[0].score) == ("Near. A bee. Near.", 0.5)
-        excerpts = found[0].node.metadata["rsrank_excerpts"]
+            actual = await asyncio.to_thread(postprocessor.postprocess_nodes, given, query_str="q")
+        assert (actual[0].node.text, actual[0].score) == ("Near. A bee. Near.", 0.5)
+        excerpts = actual[0].node.metadata["rsrank_excerpts"]
         assert [text[one["start"] : one["end"]] for one in excerpts] == ["Near.", "A bee.", "Near."]
-        assert "rsrank_excerpts" not in found[0].node.get_content(MetadataMode.LLM)
+        assert "rsrank_excerpts" not in actual[0].node.get_content(MetadataMode.LLM)
         assert given[0].node.text == text
 
     def test_settings_that_make_no_sense_are_refused(self):
@@ -589,8 +589,8 @@ def test_the_command_prints_what_is_kept(tmp_path):
     )
     query = "How do honeybees tell each other where flowers are?"
     arguments = ["rank", "-q", query, "-d", str(file), "--extract", "sentences"]
-    found = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
-    assert [one["text"] for one in found["kept"][0]["excerpts"]] == [
+    actual = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
+    assert [one["text"] for one in actual["kept"][0]["excerpts"]] == [
         "A bee's waggle dance tells the hive where the flowers are."
     ]
     refused = CliRunner().invoke(app, [*arguments[:-1], "words"])

@@ -116,10 +116,10 @@ def test_a_set_of_one_query_has_numbers_without_intervals():
 
 
 def test_every_set_counts_the_same_in_a_mean_over_sets_whatever_its_size():
-    found = estimate_mean([1.0] * 90, [0.0, 0.5] * 5)
-    assert found.mean == pytest.approx((1 + 0.25) / 2)
+    actual = estimate_mean([1.0] * 90, [0.0, 0.5] * 5)
+    assert actual.mean == pytest.approx((1 + 0.25) / 2)
     # Only the small set varies.
     alone = estimate(bootstrap([0.0, 0.5] * 5, seed=1))
-    assert found.low == pytest.approx((1 + alone.low) / 2)
-    assert found.high == pytest.approx((1 + alone.high) / 2)
+    assert actual.low == pytest.approx((1 + alone.low) / 2)
+    assert actual.high == pytest.approx((1 + alone.high) / 2)
     assert estimate_mean([1.0] * 90, [0.1, 0.2]).low is None

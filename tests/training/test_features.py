@@ -38,9 +38,9 @@ def loaded(tiny_folder):
                 tiny_folder(kind), revision=None, options=LoadOptions(device="cpu", dtype="float32")
             )
             core = open_backbone(model)
-            chosen = (ENCODER if kind == "bert" else CHAT).model_copy(update=template)
+            selected = (ENCODER if kind == "bert" else CHAT).model_copy(update=template)
             prompts = PromptTokenizer(
-                tokenizer, chosen, max_length=core.max_length, shared_positions=core.causal
+                tokenizer, selected, max_length=core.max_length, shared_positions=core.causal
             )
             made[key] = core, prompts
         return made[key]
@@ -84,14 +84,14 @@ def test_documents_that_are_read_together_are_cut_to_one_length(loaded):
 
 def test_stored_shifts_are_those_that_scoring_reads(extractor, ranker):
     query = labelled(1)[0]
-    found = extractor.extract(query)
+    actual = extractor.extract(query)
     projection = random_projection("qwen3")
     texts = [document.content() for document in query.documents]
     expected = RSRank(ranker.backbone, ranker.prompts, projection, ranker.config).score(
         query.query, texts
     )
-    assert found.relevant == tuple(document.relevant for document in query.documents)
-    assert scored([found], dict(projection.named_parameters()), device="cpu")[
+    assert actual.relevant == tuple(document.relevant for document in query.documents)
+    assert scored([actual], dict(projection.named_parameters()), device="cpu")[
         0
     ].scores == pytest.approx(expected, abs=0.02)  # fp16
 
@@ -112,8 +112,8 @@ def test_the_oracle_is_the_shift_of_all_relevant_documents_together(extractor):
 def test_an_empty_document_shifts_nothing(extractor):
     query = labelled(1)[0]
     documents = (LabelledDocument(id="e", text="", relevant=False), *query.documents)
-    found = extractor.extract(query.model_copy(update={"documents": documents}))
-    assert found.shifts[:, :, : found.tokens].abs().max() == 0
+    actual = extractor.extract(query.model_copy(update={"documents": documents}))
+    assert actual.shifts[:, :, : actual.tokens].abs().max() == 0
 
 
 def test_a_file_holds_what_was_extracted(extractor, tmp_path):

@@ -85,9 +85,9 @@ def test_stored_features_score_like_the_artifact_agreement_and_weighed_heads_inc
     extractor.token_budget = 1
     short = query.model_copy(update={"documents": query.documents[:1]})
     features = [extractor.extract(query), extractor.extract(short)]
-    found = scored(features, ranker.projection, device="cpu")[0].scores
+    actual = scored(features, ranker.projection, device="cpu")[0].scores
     expected = ranker.score(query.query, [document.content() for document in query.documents])
-    assert found == pytest.approx(expected, abs=0.01)  # shifts are kept in 16 bits
+    assert actual == pytest.approx(expected, abs=0.01)  # shifts are kept in 16 bits
 
 
 # What moves
@@ -141,9 +141,9 @@ def test_the_weights_are_those_of_the_least_loss_and_squared_change(base, projec
     options = FineTuningOptions(penalty=2.0, projection_from=projection_from)
     near = fine_tuning._Tuner(base, options, len(features), torch.device("cpu"))
     units = near.units(features)
-    found = near.train(features)
+    actual = near.train(features)
     start = {name: weight.detach().double() for name, weight in base.named_parameters()}
-    trained = {name: found.get(name, weight).detach().double() for name, weight in start.items()}
+    trained = {name: actual.get(name, weight).detach().double() for name, weight in start.items()}
 
     def objective(moved):
         change = torch.tensor(moved) * units["agreement"].double()
@@ -179,28 +179,28 @@ def test_few_queries_move_the_weights_less_than_many(base):
 def test_queries_that_are_left_out_do_not_change_the_weights(base):
     """A query's fine-tuned score is that of weights from the queries of the other folds."""
     features = separable_features(12)
-    found = fine_tune(features, base, FineTuningOptions(iterations=3), device="cpu")
+    actual = fine_tune(features, base, FineTuningOptions(iterations=3), device="cpu")
     left_out, *_ = folds(12, 5)
     rest = [features[number] for number in range(12) if number not in left_out]
     tuner = fine_tuning._Tuner(base, FineTuningOptions(iterations=3), 12, "cpu")
     own = [features[number] for number in left_out]
     expected = scored_by_weights(own, tuner.train(rest))
-    assert [query.scores for query in found.after[: len(own)]] == [row.scores for row in expected]
+    assert [query.scores for query in actual.after[: len(own)]] == [row.scores for row in expected]
 
 
 def test_training_finds_the_zero_of_a_domain_and_says_so(base):
     features, unseen = separable_features(20), separable_features(20, seed=7)
-    found = fine_tune(features, base, FineTuningOptions(), device="cpu")
-    before, after = (scored(unseen, weights, device="cpu") for weights in (base, found.projection))
+    actual = fine_tune(features, base, FineTuningOptions(), device="cpu")
+    before, after = (scored(unseen, weights, device="cpu") for weights in (base, actual.projection))
     assert (
         statistics.fmean(f1_at(q, 0.0) for q in after)
         > statistics.fmean(f1_at(q, 0.0) for q in before) + 0.2
     )
-    assert judge(found.before, found.after).outcome == "better"
+    assert judge(actual.before, actual.after).outcome == "better"
     in_turn = [features[number] for held in folds(20, 5) for number in held]
-    assert [row.relevant for row in found.before] == [query.relevant for query in in_turn]
+    assert [row.relevant for row in actual.before] == [query.relevant for query in in_turn]
     expected = [score for row in scored(in_turn, base, device="cpu") for score in row.scores]
-    assert [score for row in found.before for score in row.scores] == pytest.approx(
+    assert [score for row in actual.before for score in row.scores] == pytest.approx(
         expected, abs=1e-5
     )
 
@@ -220,11 +220,11 @@ def test_labels_at_random_bring_no_gain_over_the_base_at_its_threshold(base, thr
     fitting.agreement.data = torch.tensor([0.0, 0.0, threshold - 1.1])
     fitting.head_weight.data.zero_()
     options = FineTuningOptions(penalty=0.001)
-    found = fine_tune(features, fitting, options, threshold=threshold, device="cpu")
-    assert judge(found.before, found.after).problem
-    assert max(score for query in found.before for score in query.scores) < 0
+    actual = fine_tune(features, fitting, options, threshold=threshold, device="cpu")
+    assert judge(actual.before, actual.after).problem
+    assert max(score for query in actual.before for score in query.scores) < 0
     # What is measured is what fine-tuning would have done, not the base once more.
-    assert all(a.scores != b.scores for a, b in zip(found.before, found.after, strict=True))
+    assert all(a.scores != b.scores for a, b in zip(actual.before, actual.after, strict=True))
 
 
 def test_every_query_is_left_out_once():
@@ -282,12 +282,12 @@ def test_a_loss_of_recall_alone_is_named_and_the_base_is_written(train, fused, t
     assert "recall" in verdict.losses
     assert "lost" in verdict.losses
     assert "f1" not in verdict.losses
-    said = train(before, after)
-    assert "recall changes by -0.300" in said
-    assert "the share of answers lost changes by 0.300" in said
+    message = train(before, after)
+    assert "recall changes by -0.300" in message
+    assert "the share of answers lost changes by 0.300" in message
     assert (
         f"written: the weights of {fused}, unchanged: the result on 40 queries held out is worse"
-        in said
+        in message
     )
     assert moved_by(fused, tmp_path) == 0.0
     card = (tmp_path / "run" / "artifact" / "README.md").read_text()
@@ -301,8 +301,8 @@ def test_fine_tuned_weights_that_lose_something_are_written_by_force_and_named(
 ):
     before, after = scorings(help=-0.8)
     assert "written: the weights of" in train(before, after)
-    said = train(before, after, "--force")
-    assert "written: fine-tuned weights, worse:" in said
+    message = train(before, after, "--force")
+    assert "written: fine-tuned weights, worse:" in message
     assert moved_by(fused, tmp_path) == 1.0
 
 
@@ -311,42 +311,42 @@ def test_the_base_is_written_where_few_queries_cannot_rule_out_a_loss(train, fus
     labels = [True, False]
     before = [ScoredQuery([1.0, 0.5], labels)] * 20
     after = [ScoredQuery([1.0, -1.0], labels)] * 19 + [ScoredQuery([-0.5, -1.0], labels)]
-    said = train(before, after)
-    assert "verdict on the fine-tuned weights: better: " in said
-    assert f"written: the weights of {fused}, unchanged: 20 queries held out (fewer than" in said
-    assert "--force writes the fine-tuned weights." in said
+    message = train(before, after)
+    assert "verdict on the fine-tuned weights: better: " in message
+    assert f"written: the weights of {fused}, unchanged: 20 queries held out (fewer than" in message
+    assert "--force writes the fine-tuned weights." in message
     assert moved_by(fused, tmp_path) == 0.0
-    said = train(before, after, "--force")
-    assert "written: fine-tuned weights, better: " in said
-    assert "; forced: 20 queries held out (fewer than 100) cannot rule out a loss" in said
-    assert "--force" not in said
+    message = train(before, after, "--force")
+    assert "written: fine-tuned weights, better: " in message
+    assert "; forced: 20 queries held out (fewer than 100) cannot rule out a loss" in message
+    assert "--force" not in message
     card = (tmp_path / "run" / "artifact" / "README.md").read_text()
     assert "; forced: 20 queries held out (fewer than 100) cannot rule out a loss" in card
     assert moved_by(fused, tmp_path) == 1.0
 
 
 def test_fine_tuned_weights_that_gain_are_written(train, fused, tmp_path):
-    said = train(*scorings(100, help=0.8))
-    assert "verdict on the fine-tuned weights: better: " in said
-    assert "force" not in said
-    assert "written: fine-tuned weights, better: " in said
+    message = train(*scorings(100, help=0.8))
+    assert "verdict on the fine-tuned weights: better: " in message
+    assert "force" not in message
+    assert "written: fine-tuned weights, better: " in message
     assert moved_by(fused, tmp_path) == 1.0
 
 
 def test_a_base_that_nothing_improves_is_said_to_be_written(train, fused, tmp_path):
     before, _ = scorings(100)
-    said = train(before, before)
-    assert "verdict on the fine-tuned weights: no difference beyond chance" in said
+    message = train(before, before)
+    assert "verdict on the fine-tuned weights: no difference beyond chance" in message
     problem = "the result on 100 queries held out is no difference beyond chance"
-    assert f"written: the weights of {fused}, unchanged: {problem}" in said
+    assert f"written: the weights of {fused}, unchanged: {problem}" in message
     assert moved_by(fused, tmp_path) == 0.0
     settings = hub.read_config(tmp_path / "run" / "artifact").training.settings
     assert settings == hub.read_config(fused).training.settings
-    assert "--force writes the fine-tuned weights." in said
+    assert "--force writes the fine-tuned weights." in message
     # Force writes them here, too.
-    said = train(before, before, "--force")
-    assert "written: fine-tuned weights, " in said
-    assert f"; forced: {problem}" in said
+    message = train(before, before, "--force")
+    assert "written: fine-tuned weights, " in message
+    assert f"; forced: {problem}" in message
     assert moved_by(fused, tmp_path) == 1.0
 
 
@@ -382,8 +382,8 @@ def test_fine_tuned_weights_of_a_tuned_base_say_that_their_threshold_is_zero(
 ):
     config = hub.read_config(fused).model_copy(update={"threshold": 0.25})
     hub.write_derived(tmp_path / "base", config, hub.read_weights(fused, config), fused)
-    said = train(*scorings(100, help=0.8), "--base", tmp_path / "base", "--force")
-    assert "; threshold 0, no longer 0.25" in said
+    message = train(*scorings(100, help=0.8), "--base", tmp_path / "base", "--force")
+    assert "; threshold 0, no longer 0.25" in message
     assert hub.read_config(tmp_path / "run" / "artifact").threshold == 0
 
 
@@ -416,11 +416,11 @@ def test_an_artifact_is_fine_tuned_and_says_how(fused, tmp_path):
     data = written(tmp_path / "own.jsonl", labelled(6))
     settings = ("--set", "fine_tuning.iterations=3", "--set", "fine_tuning.folds=2")
     arguments = ("train", "--base", fused, "--data", data, "--output", tmp_path / "run")
-    said = run(*arguments, *SETTINGS, *settings, "--force")
-    assert "Measured on queries that were left out: 6" in said
-    assert "verdict on the fine-tuned weights: " in said
+    message = run(*arguments, *SETTINGS, *settings, "--force")
+    assert "Measured on queries that were left out: 6" in message
+    assert "verdict on the fine-tuned weights: " in message
     for word in ("nDCG@5", "precision", "recall", "F1", "answers lost", "written: "):
-        assert word in said
+        assert word in message
     verdict = json.loads((tmp_path / "run" / "verdict.json").read_text())
     assert set(verdict["difference"]) >= {"ndcg@5", "recall", "f1", "lost"}
     ranker = RSRank.from_pretrained(tmp_path / "run" / "artifact", device="cpu", dtype="float32")

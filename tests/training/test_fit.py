@@ -32,7 +32,7 @@ CPU = torch.device("cpu")
 
 def slow_scores(weight, query):
     """The paper's score, document by document and token by token."""
-    found = []
+    actual = []
     for document in range(len(query.relevant)):
         total = 0.0
         for layer in range(weight.shape[0]):
@@ -41,8 +41,8 @@ def slow_scores(weight, query):
                     shift = query.shifts[layer, head, document * query.tokens + token].double()
                     z = weight[layer, head].double() @ shift
                     total += float(z.sum() / (z.norm() * math.sqrt(len(z)))) / query.tokens
-        found.append(total)
-    return found
+        actual.append(total)
+    return actual
 
 
 def test_scores_of_a_batch_are_the_papers_whatever_else_is_in_it():
@@ -70,8 +70,8 @@ def test_losses_of_a_padded_batch_are_the_mean_of_each_querys_own():
             loss(row[mask], labels[mask], ~labels[mask])
             for row, labels, mask in zip(scores, relevant, valid, strict=True)
         ]
-        found = loss(scores, relevant & valid, ~relevant & valid)
-        assert found.item() == pytest.approx(sum(each).item() / 3)
+        actual = loss(scores, relevant & valid, ~relevant & valid)
+        assert actual.item() == pytest.approx(sum(each).item() / 3)
 
 
 def test_a_separable_set_reaches_f1_one_at_zero():

@@ -69,9 +69,9 @@ def test_margin_loss_is_zero_beyond_the_margin_and_positive_within_it():
 @pytest.mark.parametrize("label", [True, False])
 def test_empty_class_gives_a_finite_loss_and_gradient(loss, label):
     values = torch.tensor([1.0, -2.0], requires_grad=True)
-    found = loss(values, torch.tensor([label, label]))
-    found.backward()
-    assert found.isfinite()
+    actual = loss(values, torch.tensor([label, label]))
+    actual.backward()
+    assert actual.isfinite()
     assert values.grad.isfinite().all()
 
 

@@ -38,9 +38,9 @@ file = "{data}"
 
 def test_a_recipe_goes_from_labelled_queries_to_an_artifact(recipe_file, tmp_path):
     out = tmp_path / "run"
-    said = run("train", "--config", recipe_file, "--output", out)
-    assert "written: B of epoch" in said
-    assert "chosen by F1 at zero on 1 validation queries" in said
+    message = run("train", "--config", recipe_file, "--output", out)
+    assert "written: B of epoch" in message
+    assert "chosen by F1 at zero on 1 validation queries" in message
     assert (out / "fit" / "log.jsonl").stat().st_size > 0
     ranker = RSRank.from_pretrained(out / "artifact", device="cpu", dtype="float32")
     training = ranker.config.training
@@ -61,17 +61,17 @@ def test_a_dry_run_says_what_a_recipe_takes_and_makes_nothing(base, recipe_file,
     if base is not None:
         recipe = Recipe.load(base, data=[tmp_path / "train.jsonl"])
         arguments = ["--config", base, "--data", tmp_path / "train.jsonl"]
-    said = run("train", *arguments, "--output", tmp_path / "run", "--dry-run")
+    message = run("train", *arguments, "--output", tmp_path / "run", "--dry-run")
     made = TrainingRun(recipe, tmp_path / "run")
     pairs = sum(len(query.documents) for query in made.queries)
-    assert f"queries {len(made.queries)} pairs {pairs} disk" in said
-    assert said.endswith("on this machine")
+    assert f"queries {len(made.queries)} pairs {pairs} disk" in message
+    assert message.endswith("on this machine")
     assert not (tmp_path / "run").exists()
-    found = made.estimate()
-    assert found.disk == sum(query.shifts.nbytes for query in made.extract())
+    actual = made.estimate()
+    assert actual.disk == sum(query.shifts.nbytes for query in made.extract())
     model = made._model.core.model
-    assert found.memory == sum(weight.nbytes for weight in model.parameters())
-    assert found.hours > 0
+    assert actual.memory == sum(weight.nbytes for weight in model.parameters())
+    assert actual.hours > 0
 
 
 @pytest.mark.slow
@@ -117,10 +117,10 @@ def test_a_query_that_two_files_hold_counts_once(tmp_path):
 
 def test_too_few_queries_are_refused_with_the_reason(recipe_file, tmp_path):
     few = written(tmp_path / "few.jsonl", labelled(5))
-    said = run(
+    message = run(
         "train", "--config", "your-data", "--data", few, "--output", tmp_path / "run", code=2
     )
-    assert "5 labelled queries are too few: this recipe asks for 50" in said
+    assert "5 labelled queries are too few: this recipe asks for 50" in message
     assert "0 labelled queries are too few: this recipe asks for 50. Pass --data FILE" in run(
         "train", "--config", "your-data", "--output", tmp_path / "run", code=2
     )

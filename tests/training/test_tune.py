@@ -154,7 +154,7 @@ def test_the_command_writes_what_it_says(fused, tmp_path):
     data = written(tmp_path / "own.jsonl", labelled(6))
     output = tmp_path / "tuned"
     arguments = ("tune", "--model", fused, "--data", data, "--output", output)
-    said = run(*arguments, "--recall", 1.0, "--lost", 0, "--force")
+    message = run(*arguments, "--recall", 1.0, "--lost", 0, "--force")
     ranker = RSRank.from_pretrained(output, device="cpu", dtype="float32")
     before = RSRank.from_pretrained(fused, device="cpu", dtype="float32")
     config = hub.read_config(output)
@@ -165,9 +165,9 @@ def test_the_command_writes_what_it_says(fused, tmp_path):
         rule.fallback,
     )
     assert rule != before.native_rule
-    assert f"written: {rule}, in" in said
-    assert "at most 0% of the answers lost, a recall of at least 100%" in said
-    assert "Measured on queries that were left out: 6" in said
+    assert f"written: {rule}, in" in message
+    assert "at most 0% of the answers lost, a recall of at least 100%" in message
+    assert "Measured on queries that were left out: 6" in message
     assert ranker.score(QUERIES[0], DOCUMENTS) == before.score(QUERIES[0], DOCUMENTS)
     assert ranker.rank(QUERIES[0], DOCUMENTS).rule == rule
 
@@ -179,16 +179,16 @@ def test_the_rule_is_printed_before_it_is_written(fused, tmp_path, monkeypatch):
     monkeypatch.setattr(hub, "write_derived", full)
     data = written(tmp_path / "own.jsonl", labelled(6))
     arguments = ("tune", "--model", fused, "--data", data, "--output", tmp_path / "tuned")
-    said = run(*arguments, "--force", code=1)
-    assert "The best rule for at most " in said
-    assert "error: No space left on device." in said
+    message = run(*arguments, "--force", code=1)
+    assert "The best rule for at most " in message
+    assert "error: No space left on device." in message
 
 
 def test_the_command_writes_nothing_that_may_do_harm_unless_it_is_forced(fused, tmp_path):
     data = written(tmp_path / "own.jsonl", labelled(6))
     arguments = ("tune", "--model", fused, "--data", data, "--output", tmp_path / "tuned")
-    said = run(*arguments, code=1)
-    assert "Nothing was written: 6 queries with a relevant document (fewer than 29)" in said
+    message = run(*arguments, code=1)
+    assert "Nothing was written: 6 queries with a relevant document (fewer than 29)" in message
     assert not (tmp_path / "tuned").exists()
     assert "written: " in run(*arguments, "--force")
     assert "It was forced: 6 queries" in hub.read_config(tmp_path / "tuned").training.notes
@@ -269,8 +269,8 @@ def test_a_tuned_system_can_be_named_wherever_a_model_can(tuned_bm25, tmp_path):
     assert [document.page_content for document in kept] == tuned.rank(QUERIES[0], DOCUMENTS).texts
     passages = tmp_path / "passages.txt"
     passages.write_text("\n".join(DOCUMENTS), encoding="utf-8")
-    said = run("rank", "--model", tuned_bm25, "-q", QUERIES[0], "-d", passages, "--json")
-    assert json.loads(said)["rule"]["threshold"] == tuned.threshold
+    message = run("rank", "--model", tuned_bm25, "-q", QUERIES[0], "-d", passages, "--json")
+    assert json.loads(message)["rule"]["threshold"] == tuned.threshold
 
 
 def test_labels_that_chose_the_rule_before_are_named(tuned_bm25, tmp_path, caplog):

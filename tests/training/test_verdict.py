@@ -35,11 +35,11 @@ def test_the_verdict_is_that_of_a_plain_paired_bootstrap(help, outcome):
 
         rng = random.Random(1)
         drawn = sorted(difference(rng.choices(pairs, k=30)) for _ in range(2000))
-        found = verdict.difference[metric]
-        assert found.mean == pytest.approx(difference(pairs))
+        actual = verdict.difference[metric]
+        assert actual.mean == pytest.approx(difference(pairs))
         # Two bootstraps of 2,000 samples differ by their own noise: some hundredths of the width.
         near = pytest.approx((drawn[50], drawn[1949]), abs=0.15 * (drawn[1949] - drawn[50]) + 1e-9)
-        assert (found.low, found.high) == near
+        assert (actual.low, actual.high) == near
 
 
 def plain_measures(query):
@@ -63,11 +63,11 @@ def test_empty_lists_have_no_precision_and_unanswerable_queries_no_recall():
         ScoredQuery([-1.0], [False]),
         ScoredQuery([], []),
     ]
-    found = means(queries)
-    assert found["precision"] == 1.0
-    assert found["recall"] == 0.5
-    assert found["lost"] == 0.5
-    assert found["f1"] == pytest.approx((1 + 0 + 1 + 0) / 4)
+    actual = means(queries)
+    assert actual["precision"] == 1.0
+    assert actual["recall"] == 0.5
+    assert actual["lost"] == 0.5
+    assert actual["f1"] == pytest.approx((1 + 0 + 1 + 0) / 4)
 
 
 def test_a_measure_that_means_nothing_is_left_out():
@@ -148,9 +148,9 @@ def test_a_measure_that_too_few_queries_have_is_named_and_weights_are_not_writte
     assert verdict.outcome == "better"
     assert "recall" in verdict.gains
     assert verdict.difference["precision"].mean == -0.5
-    said = "fewer than 10 queries cannot judge: precision changes by -0.500"
-    assert said in str(verdict)
-    assert said in verdict.problem
+    message = "fewer than 10 queries cannot judge: precision changes by -0.500"
+    assert message in str(verdict)
+    assert message in verdict.problem
 
 
 def test_a_single_query_decides_nothing():
