@@ -1,8 +1,7 @@
 """Train B on stored features: `python -m research.decoders.train RECIPE FEATURES OUTPUT`."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -10,7 +9,6 @@ from typing import Any, Literal
 import click
 import numpy as np
 from pydantic import BaseModel, PositiveFloat, PositiveInt
-from torch import Tensor
 from typing_extensions import Self
 
 from rsrank_rag.artifact.card import model_card
@@ -23,6 +21,7 @@ from rsrank_rag.cli.arguments import PATH, command
 from rsrank_rag.errors import InputError
 from rsrank_rag.evaluation.best_rule import best_rule
 from rsrank_rag.evaluation.metrics import ScoredQuery, present_means
+from rsrank_rag.evaluation.statistics import folds
 from rsrank_rag.method.template import Template
 from rsrank_rag.partial_files import replacing
 from rsrank_rag.ranking.rule import Rule
@@ -52,6 +51,10 @@ class DecoderRecipe(BaseModel, extra="forbid", frozen=True):
     """The last layer that B reads; None for the last one of the features."""
     validation: PositiveFloat = 0.1
     """Share of each set's queries that choose the epoch and the rule."""
+    folds: PositiveInt | None = None
+    """Number of folds of a cross-validation, in place of validation queries: each query is scored
+    by a B that learned from the other folds. These scores choose the rule. The B of the artifact
+    learns from all queries, and is that of the last epoch."""
     bits: Literal[4, 8, 16] = 4
     """Bits to which the weights of the language model had been rounded."""
     fit: FitOptions = FitOptions()
@@ -64,57 +67,101 @@ class DecoderRecipe(BaseModel, extra="forbid", frozen=True):
         return validated(cls, read_toml(source, FOLDER, "recipe"), source, "recipe")
 
 
-@dataclass
-class TrainingSets:
-    """Stored features of a recipe's queries, and their split.
+Sets = dict[str, list[QueryFeatures]]
+"""Stored features of a recipe's queries, by set."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """B, rounded to float16 as artifacts store B, and what chooses the rule.
 
     Attributes:
-        training: Features that train B.
-        validation: Features that choose the epoch and the rule, by set.
+        projection: B.
+        fitted: The training that B comes from.
+        scores: Scores of queries by a B that did not learn from them, by set.
     """
 
-    training: list[QueryFeatures] = field(default_factory=list)
-    validation: dict[str, list[QueryFeatures]] = field(default_factory=dict)
-    counts: dict[str, int] = field(default_factory=dict)
-
-    @cached_property
-    def held_out(self) -> list[QueryFeatures]:
-        """The validation queries of all sets."""
-        return list(chain(*self.validation.values()))
+    projection: Projection
+    fitted: Fitted
+    scores: dict[str, list[ScoredQuery]]
 
 
-def read_sets(recipe: DecoderRecipe, store: Store) -> TrainingSets:
-    """Read and split the features of a recipe's queries that are there.
+def read_sets(recipe: DecoderRecipe, store: Store) -> Sets:
+    """Read the features of a recipe's queries that are there.
 
     Raises:
         InputError: The plan has no such training set, or fewer than two queries have been read.
     """
     files = Plan.load(recipe.plan).files("train")
-    sets = TrainingSets()
+    sets = {}
     for name in recipe.sets:
         if name not in files:
             raise InputError(f"The plan {recipe.plan!r} has no training set {name!r}.")
         queries = store.read(name, files[name].drawn(), whole=recipe.whole).values()
-        features = first_layers(list(queries), recipe.last_layer)
-        if len(features) < 2:
-            raise InputError(f"{store.folder} has features of {len(features)} queries of {name}.")
-        training, validation = split(len(features), recipe.validation, recipe.fit.seed)
-        sets.counts[name] = len(features)
-        sets.training += [features[number] for number in training]
-        sets.validation[name] = [features[number] for number in validation]
+        sets[name] = first_layers(list(queries), recipe.last_layer)
+        if len(sets[name]) < 2:
+            raise InputError(f"{store.folder} has features of {len(sets[name])} queries of {name}.")
     return sets
 
 
-def train(recipe: DecoderRecipe, sets: TrainingSets, output: Path) -> Fitted:
-    """B of all layers but the first, with the epoch that is best on the validation queries."""
-    layers = range(1, 1 + len(sets.training[0].shifts))
-    return fit(sets.training, sets.held_out, layers, recipe.fit, output=output)
+def train(recipe: DecoderRecipe, sets: Sets, output: Path) -> Trained:
+    """B of all layers but the first.
+
+    Without folds, validation queries choose the epoch.
+    """
+    if recipe.folds is not None:
+        scores = fold_scores(recipe, sets, recipe.folds)
+        fitted = fit_b(recipe, list(chain(*sets.values())), [], output)
+        return Trained(half(fitted.projection), fitted, scores)
+    validation_places = {}
+    for name, features in sets.items():
+        validation_places[name] = split(len(features), recipe.validation, recipe.fit.seed)[1]
+    training, validation = divided(sets, validation_places)
+    fitted = fit_b(recipe, training, list(chain(*validation.values())), output)
+    projection = half(fitted.projection)
+    return Trained(projection, fitted, score_sets(projection, validation))
 
 
-def score_sets(
-    weights: dict[str, Tensor], sets: dict[str, list[QueryFeatures]]
-) -> dict[str, list[ScoredQuery]]:
+def fold_scores(recipe: DecoderRecipe, sets: Sets, count: int) -> dict[str, list[ScoredQuery]]:
+    """Scores of all queries, each by the B that did not learn from the query's fold."""
+    places = {name: folds(len(features), count) for name, features in sets.items()}
+    scores: dict[str, list[ScoredQuery]] = {name: [] for name in sets}
+    for number in range(count):
+        fold = {}
+        for name, of_set in places.items():
+            # A set with fewer queries than folds has fewer folds.
+            fold[name] = of_set[number] if number < len(of_set) else []
+        training, validation = divided(sets, fold)
+        projection = half(fit_b(recipe, training, [], None).projection)
+        for name, rows in score_sets(projection, validation).items():
+            scores[name] += rows
+    return scores
+
+
+def divided(sets: Sets, places: Mapping[str, Sequence[int]]) -> tuple[list[QueryFeatures], Sets]:
+    """The features at other places than these, and by set the features at these places."""
+    others: list[QueryFeatures] = []
+    selected: Sets = {}
+    for name, features in sets.items():
+        selected[name] = [features[place] for place in places[name]]
+        others += [query for place, query in enumerate(features) if place not in places[name]]
+    return others, selected
+
+
+def fit_b(
+    recipe: DecoderRecipe,
+    training: Sequence[QueryFeatures],
+    validation: Sequence[QueryFeatures],
+    output: Path | None,
+) -> Fitted:
+    """Train B of all layers but the first."""
+    layers = range(1, 1 + len(training[0].shifts))
+    return fit(training, validation, layers, recipe.fit, output=output)
+
+
+def score_sets(projection: Projection, sets: Sets) -> dict[str, list[ScoredQuery]]:
     """Scores of stored features, by set."""
+    weights = {"weight": projection.weight.detach()}
     return {name: scored(queries, weights) for name, queries in sets.items()}
 
 
@@ -147,7 +194,7 @@ def artifact_config(
         model: Folder or Hub id of the language model.
         projection: B.
         record: The data and settings of the training.
-        sets: Scored validation queries, which choose the rule.
+        sets: Scores of queries that were held out, which choose the rule.
     """
     part = Plan.load(recipe.plan).model
     template = Template()
@@ -179,28 +226,28 @@ def main(recipe: str, features: Path, output: Path, model: str | None) -> None:
     """Train B of RECIPE on FEATURES, and write an artifact into OUTPUT/artifact."""
     read = DecoderRecipe.load(recipe)
     sets = read_sets(read, Store(features))
-    click.echo(f"queries: {sets.counts}")
-    fitted = train(read, sets, output / "fit")
-    projection = half(fitted.projection)
-    held_out = score_sets({"weight": projection.weight.detach()}, sets.validation)
-    rows = list(chain(*held_out.values()))
+    for name, features_of_set in sets.items():
+        click.echo(f"{name}: {len(features_of_set)} queries")
+    trained = train(read, sets, output / "fit")
+    rows = list(chain(*trained.scores.values()))
+    epoch = trained.fitted.best.epoch
     record = TrainingRecord(
         data=read.sets,
         seed=read.fit.seed,
-        metrics={"validation queries, at zero": present_means(measure(rows))},
+        metrics={"queries held out, at zero": present_means(measure(rows))},
         settings={
-            "queries": sum(sets.counts.values()),
-            "validation queries": len(sets.held_out),
-            "epoch": fitted.best.epoch,
+            "queries": sum(len(features) for features in sets.values()),
+            "queries held out": len(rows),
+            "epoch": epoch,
             **changed(read.fit),
         },
         notes=read.notes,
     )
     model = model or Plan.load(read.plan).model.name
-    config = artifact_config(read, model, projection, record, held_out)
+    config = artifact_config(read, model, trained.projection, record, trained.scores)
     with replacing(output / "artifact") as folder:
-        write_artifact(folder, config, projection.weights(), model_card(config))
-    click.echo(f"epoch {fitted.best.epoch} of {len(fitted.history)}: {output / 'artifact'}")
+        write_artifact(folder, config, trained.projection.weights(), model_card(config))
+    click.echo(f"epoch {epoch} of {len(trained.fitted.history)}: {output / 'artifact'}")
 
 
 def changed(options: FitOptions) -> dict[str, Any]:

@@ -63,10 +63,13 @@ class FitOptions(BaseModel, extra="forbid", frozen=True):
 
 @dataclass(frozen=True)
 class Epoch:
-    """One epoch: F1 at zero on the validation queries, and mean loss and terms over its steps."""
+    """One epoch: F1 at zero on the validation queries, and mean loss and terms over its steps.
+
+    Without validation queries, F1 is None.
+    """
 
     epoch: int
-    validation_f1: float
+    validation_f1: float | None
     loss: float
     terms: dict[str, float]
 
@@ -92,9 +95,11 @@ def fit(
 ) -> Fitted:
     """Train B, and take the epoch with the best F1 at zero on the validation queries.
 
+    Without validation queries, the last epoch is taken.
+
     Args:
         train: Features to learn from, at least one query; they may be larger than memory.
-        validation: Features that choose the epoch, at least one query.
+        validation: Features that choose the epoch.
         layers: The L layers that the features are of.
         options: How to train.
         output: Folder for ``log.jsonl``, one epoch a line.
@@ -132,15 +137,19 @@ def fit(
             raise TrainingError(
                 f"The loss is not finite in epoch {number}. Set a smaller fit.learning_rate."
             )
-        rows = scored(validation, {"weight": weight.detach()}, device=device)
-        f1 = apply_rule(rows, Rule(0.0)).f1
+        f1 = None
+        if validation:
+            rows = scored(validation, {"weight": weight.detach()}, device=device)
+            f1 = apply_rule(rows, Rule(0.0)).f1
         loss, *terms = means.tolist()
         epoch = Epoch(number, f1, loss, dict(zip(TERMS, terms, strict=True)))
         history.append(epoch)
         if output is not None:
             log = [json.dumps(asdict(epoch)) + "\n" for epoch in history]
             write_text(output / "log.jsonl", "".join(log))
-        best = max(history, key=lambda epoch: epoch.validation_f1)
+        best = epoch
+        if validation:
+            best = max(history, key=lambda epoch: epoch.validation_f1 or 0.0)
         if best is epoch:
             best_weight = weight.detach().cpu().clone()
         if number >= best.epoch + options.patience:

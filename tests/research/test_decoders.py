@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from rsrank_rag.artifact.opening import open_model
 from rsrank_rag.backends.options import LoadOptions
 from rsrank_rag.backends.torch.projection import Projection
 from rsrank_rag.evaluation.metrics import ScoredQuery
+from rsrank_rag.evaluation.statistics import folds
 from rsrank_rag.method.batches import Row
 from rsrank_rag.method.scoring import ShiftReader
 from rsrank_rag.method.template import Template
@@ -243,11 +245,30 @@ def test_each_ablation_is_computed_once(folder, features):
 def test_b_learns_from_the_sets_that_a_recipe_names(folder, features):
     recipe = train.DecoderRecipe.load(str(folder / "recipe.toml"))
     sets = train.read_sets(recipe, Store(features))
-    assert (len(sets.training), len(sets.held_out)) == (7, 1)
+    assert {name: len(queries) for name, queries in sets.items()} == {"2wiki.sentence": 8}
     assert train.changed(FitOptions(epochs=2)) == {"epochs": 2}
     shorter = train.read_sets(recipe.model_copy(update={"last_layer": 2}), Store(features))
-    assert {len(query.shifts) for query in shorter.training} == {2}
-    assert torch.equal(shorter.training[0].shifts, sets.training[0].shifts[:2])
+    (queries,), (of_shorter,) = sets.values(), shorter.values()
+    assert {len(query.shifts) for query in of_shorter} == {2}
+    assert torch.equal(of_shorter[0].shifts, queries[0].shifts[:2])
+
+
+def test_folds_score_each_query_by_a_b_that_has_not_learned_from_it(folder, features):
+    recipe = train.DecoderRecipe.load(str(folder / "recipe.toml"))
+    recipe = recipe.model_copy(update={"fit": recipe.fit.model_copy(update={"epochs": 2})})
+    (name, queries), *_ = train.read_sets(recipe, Store(features)).items()
+    places = [place for fold in folds(len(queries), 3) for place in fold]
+    before = train.fold_scores(recipe, {name: queries}, 3)[name]
+    relevant = tuple(not label for label in queries[2].relevant)
+    queries[2] = replace(queries[2], relevant=relevant)
+    after = train.fold_scores(recipe, {name: queries}, 3)[name]
+    assert len(before) == len(queries)
+    changed = set()
+    for place, first, second in zip(places, before, after, strict=True):
+        if first.scores != second.scores:
+            changed.add(place)
+    assert 2 not in changed
+    assert len(changed) >= len(queries) - 3
 
 
 def test_tables_show_the_measures_of_the_scores():

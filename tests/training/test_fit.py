@@ -128,6 +128,13 @@ def test_every_epoch_is_a_line_of_the_log(tmp_path):
     assert log[0]["validation_f1"] == fitted.history[0].validation_f1
 
 
+def test_without_validation_queries_the_last_epoch_is_taken():
+    fitted = fit(toy(4), [], [1, 2], FitOptions(projection_dim=4, epochs=3, patience=1))
+    assert [epoch.epoch for epoch in fitted.history] == [1, 2, 3]
+    assert fitted.best is fitted.history[-1]
+    assert fitted.best.validation_f1 is None
+
+
 def test_training_stops_when_validation_no_longer_improves():
     fitted = fit(
         toy(),
