@@ -101,7 +101,9 @@ def sections_of(pair: Pair, max_tokens: int | None) -> list[Span]:
         max_tokens: The most tokens of a document that the model reads; None if unknown.
     """
     if not pair.reading.is_whole:
-        return sections(pair.document[: pair.reading.max_characters], max_tokens or 0)
+        # Sections of sentences are the same for all models.
+        window_tokens = max_tokens if pair.reading.in_windows else 0
+        return sections(pair.document[: pair.reading.max_characters], window_tokens or 0)
     if max_tokens is None:
         return [(0, len(pair.document))]
     return sections(pair.document, max_tokens)[:1]

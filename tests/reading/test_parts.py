@@ -13,6 +13,7 @@ from rsrank_rag import Reranker, RSRank
 from rsrank_rag.backends.options import ModelSource
 from rsrank_rag.cli import app
 from rsrank_rag.errors import InputError, ScoringError
+from rsrank_rag.ranking.pairs import sections_of
 from rsrank_rag.reading.parts import (
     CHUNK,
     MAX_CHARACTERS,
@@ -135,6 +136,11 @@ def test_a_long_run_of_quotes_is_cut_in_linear_time(monkeypatch):
         assert cut.replace(" ", "") == text.replace(" ", "")
         assert max(lengths) <= CHUNK
         assert sum(lengths) <= 2 * len(text) + CHUNK
+
+
+def test_sections_of_sentences_are_the_same_for_all_models():
+    pair = Pair("query", "A line.\n" * 10_000, Reading(extract="sentences"))
+    assert sections_of(pair, 32_768) == sections_of(pair, None) == sections(pair.document)
 
 
 def test_sections_of_a_long_text_end_after_lines_and_hold_all_of_it():
