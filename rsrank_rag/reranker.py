@@ -90,19 +90,18 @@ class RankCall:
         fields = options.get("metadata_fields", TITLE)
         if isinstance(fields, str):
             raise InputError("metadata_fields must be a list of names, such as ['title'].")
+        # A limit that is out of range is an error before anything is scored or sent.
+        Rule(threshold=0.0).with_limits(options)
         reading = Reading.of(options, long_documents)
         read = as_documents(documents, () if reading.extract else fields)
         return cls(query, read, [document.read for document in read], reading, options)
 
-    def result(
-        self, scored: Sequence[Scored], rule: Rule, native: float | None, query_truncated: bool
-    ) -> RankResult:
+    def result(self, scored: Sequence[Scored], native: Rule, query_truncated: bool) -> RankResult:
         """The documents with their scores, kept or dropped by the rule.
 
         Args:
             scored: One for each document.
-            rule: The reranker's own rule with the limits of this call.
-            native: The reranker's own threshold.
+            native: The reranker's own rule.
             query_truncated: See `RankResult`.
 
         Raises:
@@ -113,12 +112,12 @@ class RankCall:
             self.query,
             self.documents,
             blanks_last(self.texts, scored),
-            rule,
+            native.with_limits(self.options),
             reading=self.reading,
             query_truncated=query_truncated,
         )
         if self.options.get("scores") == "normalised":
-            return result.normalised(native)
+            return result.normalised(native.threshold)
         return result
 
 
@@ -251,15 +250,16 @@ class Reranker(ABC):
             TypeError: There is no such argument.
         """
         call = RankCall.of(query, documents, options, self.long_documents)
-        # A limit that is out of range is an error before anything is scored.
-        rule = self.native_rule.with_limits(options)
+        native = self.native_rule
+        # A limit without effect is an error before anything is scored.
+        native.with_limits(options)
         read = self.fit_query(query)
         pairs = self._pairs(read, call.texts, call.reading)
         if all(pair.reading == WHOLE for pair in pairs):
             scored = self.score_pairs(pairs)
         else:
             scored = score_in_parts(pairs, self.token_ends, self.score_pairs)
-        return call.result(scored, rule, self.threshold, read != query)
+        return call.result(scored, native, read != query)
 
     @property
     def native_rule(self) -> Rule:

@@ -106,10 +106,7 @@ class RemoteReranker(Reranker):
         self, query: str, documents: Iterable[DocumentLike], **options: Unpack[RankOptions]
     ) -> Future[RankResult]:
         """Begin `rank`; cancelling the future closes the request."""
-        call = RankCall.of(query, documents, options)
-        # A limit that is out of range is an error before anything is sent.
-        Rule(threshold=0.0).with_limits(options)
-        return connections.start(self._rank(call))
+        return connections.start(self._rank(RankCall.of(query, documents, options)))
 
     def warm_up(self) -> None:
         """Open a connection, and check that the service answers and holds the model."""
@@ -126,8 +123,7 @@ class RemoteReranker(Reranker):
             ) from error
         answer, scored = parsed(body, call.texts, self.base_url, self.model)
         native = Rule(answer.threshold, answer.max_gap, answer.fallback)
-        rule = native.with_limits(call.options)
-        return call.result(scored, rule, native.threshold, answer.query_truncated)
+        return call.result(scored, native, answer.query_truncated)
 
     async def _send_with_retries(self, body: bytes) -> bytes:
         """Repeat a request after a transient failure, if there is time for the pause."""

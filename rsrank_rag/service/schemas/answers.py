@@ -75,7 +75,7 @@ def answer_to(
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
     native = model.rule
     documents = as_documents(request.entries)
-    scored = blanks_last([document.read for document in documents], scored)
+    scored = blanks_last(request.entries, scored)
 
     def ranked(rule: Rule, reading: Reading = WHOLE) -> RankResult:
         result = choose("", documents, scored, rule, reading=reading)
