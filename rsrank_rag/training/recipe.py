@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -104,7 +105,7 @@ class Recipe(BaseModel, extra="forbid", frozen=True):
 
         Args:
             source: Name of one that ships with the package, or a TOML file.
-            overrides: ``key=value``, such as ``fit.epochs=10``. The value stands without quotes.
+            overrides: ``key=value``, such as ``fit.epochs=10``. A value that is no TOML is text.
             data: Labelled files to train on instead of the recipe's.
             base: Artifact to fine-tune instead of the recipe's.
 
@@ -177,7 +178,7 @@ def validated(kind: type[Model], raw: dict[str, Any], source: str, what: str) ->
 
 
 def _set(raw: dict[str, Any], override: str) -> None:
-    """Set an entry by ``key=value``; pydantic makes numbers of texts."""
+    """Set an entry by ``key=value``; a value that is no TOML is text."""
     key, equals, value = override.partition("=")
     *parents, name = key.split(".")
     part: Any = raw
@@ -188,3 +189,5 @@ def _set(raw: dict[str, Any], override: str) -> None:
     if not equals:
         raise InputError(f"{override!r} is no setting. Write key=value, such as fit.epochs=10.")
     part[name] = value
+    with suppress(tomllib.TOMLDecodeError):
+        part[name] = tomllib.loads(f"value = {value}")["value"]
