@@ -37,10 +37,10 @@ from .score_files import Scored, score_all
 from .selection import LEFT_OUT, TYPED, validation
 
 OUTPUT = Path(__file__).parent / "docs" / "thresholds.json"
-DEFAULT = Rule(0.0, max_gap=2.75, fallback=Fallback(1.0, 2.5))
+DEFAULT = Rule(0.0, max_gap=2.75, fallback=Fallback(0.5, 2.5))
 """The rule of the `mini` whose figures thresholds.json holds."""
 GAPS = (1.0, 1.5, 2.0, 2.5, 3.0, 3.5, None)
-FALLBACKS = ((1, 1.5), (1, 2), (1, 3), (1, 4), (0.5, 2.5), (0, 2.5), (2, 2.5))
+FALLBACKS = ((0.5, 1.5), (0.5, 2), (0.5, 3), (0.5, 4), (0, 2.5), (1, 2.5), (2, 2.5))
 SIZES = (30, 60)
 """Numbers of queries that a rule is tuned on."""
 SEEDS = 3

@@ -54,7 +54,9 @@ CASES = {
     "README": readme,
     "the demo": lambda: demo(demo_query()),
     "rank in the README": lambda: demo(re.search(r'rsrank rank --query "(.*?)"', README)[1]),
-    "rank in the guide and in --help": lambda: demo("How do bees find flowers?"),
+    "rank in the guide and in --help": lambda: demo(
+        "How do bees tell each other where flowers are?"
+    ),
     "explain": lambda: (
         "How do bees find flowers?",
         ["Bees find flowers by their colour and their scent."],

@@ -178,7 +178,12 @@ def main() -> None:
         rule = Rule(threshold, gap, Fallback(*fallback))
     figures = {name: summary(of_set) for name, of_set in rows[strength].items()}
     model.load_state_dict(interpolated(start, trained, strength), strict=False)
-    about = {"strength": strength, "weights": options.weights.name, "data": sorted(pool.training)}
+    about = {
+        "seed": config["seed"],
+        "strength": strength,
+        "weights": options.weights.name,
+        "data": sorted(pool.training),
+    }
     export(model, share, rule, options.output, about)
     reference(model, texts, options.output)
     figures["ranked"] = {}

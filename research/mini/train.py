@@ -334,7 +334,7 @@ class Training:
         )
         form = (config["window"], config["reach"] or None)
         self.model = from_artifact(options.start, *form).to(self.device)
-        self.first = from_artifact(options.start, config["window"]).to(self.device).eval()
+        self.first = from_artifact(options.start, *form).to(self.device).eval()
         self.first.requires_grad_(False)
         model, rates = self.model, config["rates"]
         model.embeddings.requires_grad_(False)

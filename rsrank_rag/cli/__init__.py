@@ -10,7 +10,8 @@ from . import evaluation, ranking, service, training
 
 
 @click.group(
-    epilog="Try: rsrank rank -q 'How do bees find flowers?' -d examples/passages.txt",
+    epilog="Try: rsrank rank -q 'How do bees tell each other where flowers are?' "
+    "-d examples/passages.txt",
 )
 @click.version_option(__version__, message="%(version)s", help="Print the version.")
 def app() -> None:

@@ -109,7 +109,7 @@ def rank(
     a "text", and perhaps a "title" and an "id". The title is read on a line before the text, unless
     the text begins with it.
 
-    `rsrank rank -q "How do bees find flowers?" -d passages.txt`
+    `rsrank rank -q "How do bees tell each other where flowers are?" -d passages.txt`
 
     `cat passages.jsonl | rsrank rank -q "How do bees fly?" -d - --json`
     """
