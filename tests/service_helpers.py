@@ -48,7 +48,7 @@ class Numbers(Reranker):
         )
 
     def score(self, query, documents):
-        raise NotImplementedError
+        raise AssertionError("The service scores pairs.")
 
     def explain(self, query, document):
         truncated = len(document.split()) > 10

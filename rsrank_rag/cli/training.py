@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 from click import echo, option
 
-from ..errors import TrainingError, needs
+from ..errors import BackboneError, TrainingError, needs
 from ..training.verdict import MEASURES, RULE_MEASURES, Verdict
 from .arguments import (
     PATH,
@@ -64,12 +64,18 @@ def train(
         from ..training.run import TrainingRun
 
     if dry_run:
-        # A question about a download must not begin it.
+        # Nothing is downloaded only to say what a training will take.
         settings = [*settings, "model.local_files_only=true"]
     recipe = Recipe.load(config, settings, data, base)
     run = TrainingRun(recipe, output, progress=on_terminal(), force=force)
     if dry_run:
-        echo(str(run.estimate()))
+        try:
+            echo(str(run.estimate()))
+        except BackboneError as error:
+            raise BackboneError(
+                f"{error} A dry run downloads nothing. Download the language model first, with "
+                "`hf download NAME`."
+            ) from error
         return
     result = run.run()
     if result.verdict is None:

@@ -130,13 +130,14 @@ class PrefixTiers:
                 self.counts.misses += 1
                 return None
         packed = self.read_file(key)
-        with self.lock:
-            if packed is None:
-                self.counts.misses += 1
-                return None
-            self.counts.disk_hits += 1
+        if packed is not None:
             prefix = packed.unpack(self.device, self.dtype)
-            self.add(key, prefix)
+        with self.lock:
+            if prefix is None:
+                self.counts.misses += 1
+            else:
+                self.counts.disk_hits += 1
+                self.add(key, prefix)
         return prefix
 
     def put(self, key: str, prefix: Prefix) -> Prefix:

@@ -54,7 +54,7 @@ class Numbers(Reranker):
         return scored
 
     def score(self, query, documents):
-        raise NotImplementedError
+        raise AssertionError("The engine scores pairs.")
 
     def fit_query(self, query):
         return query[:20]

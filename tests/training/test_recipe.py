@@ -1,10 +1,13 @@
 """Recipes, and the command train."""
 
 import pytest
+from click.testing import CliRunner
 from conftest import DOCUMENTS, QUERIES
+from hub_server import HubServer, connected, files_of
 from training_helpers import labelled, run, written
 
 from rsrank_rag import RSRank
+from rsrank_rag.cli import app
 from rsrank_rag.errors import InputError
 from rsrank_rag.training.recipe import Recipe, shipped
 from rsrank_rag.training.run import TrainingRun
@@ -52,6 +55,21 @@ def test_a_recipe_goes_from_labelled_queries_to_an_artifact(recipe_file, tmp_pat
     run("train", "--config", recipe_file, "--output", out)
     assert {path: path.stat().st_mtime_ns for path in times} == times
     assert (out / "artifact" / "projection.safetensors").read_bytes() == before
+
+
+def test_a_dry_run_downloads_nothing(recipe_file, tiny_folder, tmp_path):
+    with HubServer() as hub, connected(hub, tmp_path / "home"):
+        hub.commit("harbour/tiny-qwen", files_of(tiny_folder("qwen3")))
+        result = CliRunner().invoke(
+            app,
+            [
+                *("train", "--config", str(recipe_file), "--output", str(tmp_path / "run")),
+                *("--set", "model.name=harbour/tiny-qwen", "--dry-run"),
+            ],
+        )
+        assert not any("tiny-qwen" in path for _, path in hub.log)
+    assert result.exit_code == 1
+    assert "A dry run downloads nothing." in result.stderr
 
 
 @pytest.mark.parametrize("base", [None, "mini"])
