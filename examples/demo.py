@@ -21,7 +21,7 @@ def main() -> None:
     result = ranker.rank(QUERY, passages)
     click.echo(result)
     click.echo(f"\n{len(result.kept)} of {len(passages)} passages go to the language model.")
-    click.echo("No threshold was tuned: a passage is kept if its score is above zero.\n")
+    click.echo(f"Nothing was tuned on these passages. The model's rule: {ranker.native_rule}.\n")
 
     click.echo("Why? The score by the query's tokens (rows), by layers and similarity terms:\n")
     for document in (result.kept[:1], result.dropped[-1:]):

@@ -572,8 +572,7 @@ def test_on_torch_a_rebuilt_artifact_ends_no_process(tmp_path):
             edited("config.json", lambda content: content.update(layer_norm_eps="small")),
         )
     ):
-        message = refusal(load, rebuilt(tmp_path / str(number), change), dtype="bfloat16")
-        assert "\n" not in message
+        assert refusal(load, rebuilt(tmp_path / str(number), change), dtype="bfloat16")
 
 
 def test_the_recorded_value_vectors_of_mini_are_those_of_its_encoder():
