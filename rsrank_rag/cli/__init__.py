@@ -15,7 +15,7 @@ from . import evaluation, ranking, service, training
 )
 @click.version_option(__version__, message="%(version)s", help="Print the version.")
 def app() -> None:
-    """Rerank documents for a query and drop the irrelevant ones at zero."""
+    """Rerank documents for a query and drop the irrelevant ones."""
     # Documents and JSON have characters that a terminal may lack.
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
