@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -615,9 +616,11 @@ def process(*arguments, ready=True):
 
 
 def listens(address):
+    """Whether a connection to the service is accepted. Only a refusal counts as no."""
+    url = httpx.URL(address)
     try:
-        httpx.get(f"{address}/health")
-    except httpx.ConnectError:
+        socket.create_connection((url.host, url.port), timeout=300).close()
+    except ConnectionRefusedError:
         return False
     return True
 
