@@ -25,6 +25,7 @@ from rsrank_rag import RSRank
 from rsrank_rag.backends.options import ModelSource
 from rsrank_rag.backends.torch.attention import NAME
 from rsrank_rag.method.batches import Batches, Ids
+from rsrank_rag.method.prefix import Prefixes
 
 from .timing import Measured, System, machine, matmul_ceiling, measure
 from .workload import (
@@ -174,7 +175,8 @@ def paper_table(ranker: RSRank, turns: int) -> list[dict[str, Any]]:
         """The passes through the language model, whose values nobody reads."""
 
         def batch(ids: list[Ids]) -> None:
-            core.query_values([tokens.ids], core.prefill(ids, count), lambda layer, value: None)
+            joined = Prefixes.join(core.prefill(ids), count)
+            core.query_values([tokens.ids], joined, lambda layer, value: None)
 
         if alone:
             batch([ranker.prompts.null_prefix])

@@ -20,7 +20,7 @@ from rsrank_rag import RSRank
 from rsrank_rag.backends.torch.backbone import Backbone
 from rsrank_rag.evaluation.datasets import LabelledQuery, read_labelled
 from rsrank_rag.method.batches import Row
-from rsrank_rag.method.prefix import Prefix, Prefixes
+from rsrank_rag.method.prefix import Prefix
 from rsrank_rag.prefixes.cache import PackedPrefix
 
 from .workload import on_torch
@@ -63,19 +63,12 @@ class Rounding:
     def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
         self.change = change
 
-    def prefill(
-        self,
-        backbone: Backbone,
-        rows: Sequence[Row],
-        query_slots: int,
-        extra_rows: Sequence[Prefix],
-    ) -> Prefixes:
+    def prefill(self, backbone: Backbone, rows: Sequence[Row]) -> list[Prefix]:
         """As `CachedPrefixes.prefill`."""
-        run = backbone.prefill([row.document for row in rows])
         prefixes = []
-        for prefix in run.rows():
+        for prefix in backbone.prefill([row.document for row in rows]):
             prefixes.append(replace(prefix, states=self.change(prefix.states)))
-        return Prefixes.join([*prefixes, *extra_rows], query_slots)
+        return prefixes
 
 
 def all_scores(ranker: RSRank, queries: Sequence[LabelledQuery]) -> Tensor:

@@ -15,7 +15,7 @@ from typing_extensions import Self
 from rsrank_rag.backends.torch.backbone import Backbone
 from rsrank_rag.backends.torch.probe import Recorder
 from rsrank_rag.method.batches import Ids
-from rsrank_rag.method.prefix import Prefix, Prefixes, padded_length
+from rsrank_rag.method.prefix import Prefix, padded_length
 
 
 class DocumentRecorder(Recorder):
@@ -58,20 +58,16 @@ class InstructedBackbone(Backbone):
         settings = {field.name: getattr(core, field.name) for field in fields(core)}
         return cls(**settings, instruction=instruction)
 
-    def prefill(
-        self, documents: Sequence[Ids], query_slots: int = 0, extra_rows: Sequence[Prefix] = ()
-    ) -> Prefixes:
+    def prefill(self, documents: Sequence[Ids]) -> list[Prefix]:
         """As `Backbone.prefill`."""
         if documents[0] == self.instruction:
-            return super().prefill(documents, query_slots, extra_rows)
+            return super().prefill(documents)
         shared = self.null_prefix(self.instruction)
         lengths = [len(document) for document in documents]
         recorder = DocumentRecorder(
             shared,
             self.last_layer - 1,
             lengths,
-            query_slots,
-            extra_rows,
             pads_keys=self.pads_keys,
         )
         ids = self._padded([document[len(shared) :] for document in documents])

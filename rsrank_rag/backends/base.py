@@ -92,20 +92,13 @@ class LanguageModel(ABC):
         """
 
     @abstractmethod
-    def prefill(
-        self, documents: Sequence[Ids], query_slots: int = 0, extra_rows: Sequence[Prefix] = ()
-    ) -> Prefixes:
+    def prefill(self, documents: Sequence[Ids]) -> list[Prefix]:
         """Run documents, and record keys and values of ``fusion_layer`` to ``last_layer`` - 1.
 
         In ``last_layer`` only the queries' value vectors are read, so the run ends below it.
 
         Args:
             documents: Token ids of ``instruction + document + separator``.
-            query_slots: Tokens of the longest query that will run after the documents.
-            extra_rows: Prefixes of an earlier run, which become the last rows.
-
-        Returns:
-            The documents' prefixes, then the extra rows.
         """
 
     @abstractmethod
@@ -122,7 +115,7 @@ class LanguageModel(ABC):
 
         Args:
             queries: Token ids. A shorter query is padded on its right; T is the longest's length.
-            prefixes: From `prefill`, with at least T query slots.
+            prefixes: Prefixes from `prefill`, joined with at least T query slots.
             show: Called with each layer's index and values (N, H, T, D), from the fusion layer to
                 ``last_layer``.
             query_of_row: For each prefix, the number of its query; None if there is only one.
@@ -144,7 +137,7 @@ class LanguageModel(ABC):
         return lru_cache(NULL_PREFIXES)(self._null_prefix)
 
     def _null_prefix(self, ids: Ids) -> Prefix:
-        return self.prefill([ids]).rows()[0]
+        return self.prefill([ids])[0]
 
     @property
     def bytes_per_token(self) -> int:

@@ -66,6 +66,30 @@ class Prefix:
     def __len__(self) -> int:
         return int(self.states.shape[3])
 
+    @classmethod
+    def of_run(
+        cls,
+        keys: Sequence[Array],
+        values: Sequence[Array],
+        lengths: Sequence[int],
+        pooled: Sequence[Array],
+    ) -> list[Self]:
+        """Prefixes of N documents that ran in one batch. They are copies, without padding.
+
+        Args:
+            keys: Of each layer, (N, H, at least S, D).
+            values: As the keys.
+            lengths: The number of valid positions of each document.
+            pooled: `Prefix.pooled` of each.
+        """
+        xp = namespace(keys[0])
+        prefixes = []
+        for row, length in enumerate(lengths):
+            layers = [layer[row, :, :length] for layer in (*keys, *values)]
+            states = xp.stack(layers).reshape(2, len(keys), *layers[0].shape)
+            prefixes.append(cls(states, xp.stack([pooled[row]])[0]))
+        return prefixes
+
 
 @dataclass(frozen=True)
 class Prefixes:
@@ -113,14 +137,3 @@ class Prefixes:
             states[:, :, row, :, end:] = 0
         pooled = [prefix.pooled for prefix in prefixes]
         return cls(tuple(states[0]), tuple(states[1]), lengths, slots, pooled)
-
-    def rows(self, count: int | None = None) -> list[Prefix]:
-        """Copies of the first prefixes, without query slots and padding; None for all."""
-        xp = namespace(self.keys[0])
-        prefixes = []
-        for number, length in enumerate(self.lengths[:count]):
-            valid = slice(self.query_slots, self.query_slots + length)
-            layers = [layer[number, :, valid] for layer in (*self.keys, *self.values)]
-            states = xp.stack(layers).reshape(2, len(self.keys), *layers[0].shape)
-            prefixes.append(Prefix(states, xp.stack([self.pooled[number]])[0]))
-        return prefixes

@@ -103,10 +103,10 @@ class ShiftReader:
         slots = max(map(len, ids)) if self.backbone.uses_query_slots else 0
         null_rows = [self.backbone.null_prefix(self.prompts.null_prefix)] * len(queries)
         if self.cache is None:
-            documents = [row.document for row in rows]
-            prefixes = self.backbone.prefill(documents, slots, null_rows)
+            documents = self.backbone.prefill([row.document for row in rows])
         else:
-            prefixes = self.cache.prefill(self.backbone, rows, slots, null_rows)
+            documents = self.cache.prefill(self.backbone, rows)
+        prefixes = Prefixes.join([*documents, *null_rows], slots)
         batch = _BatchReader(self, queries, query_of_row, prefixes, consume)
         embedded = self.backbone.query_values(ids, prefixes, batch.show, query_of_row)
         if len(embedded):

@@ -23,7 +23,7 @@ from typing_extensions import Self
 
 from ..errors import InputError
 from ..method.batches import Batches, Ids, Row, device_kind
-from ..method.prefix import Prefix, Prefixes
+from ..method.prefix import Prefix
 from .disk import FORMAT, Disk, PackedPrefix
 
 if TYPE_CHECKING:
@@ -238,14 +238,8 @@ class CachedPrefixes:
         digest.update(np.array(ids, dtype=np.int64).tobytes())
         return digest.hexdigest()
 
-    def prefill(
-        self,
-        backbone: "LanguageModel",
-        rows: Sequence[Row],
-        query_slots: int,
-        extra_rows: Sequence[Prefix],
-    ) -> Prefixes:
-        """Prefixes of the rows' documents, and the extra rows below them.
+    def prefill(self, backbone: "LanguageModel", rows: Sequence[Row]) -> list[Prefix]:
+        """The prefix of each row's document.
 
         Documents without a cached prefix run in one batch, each once, and are cached.
         """
@@ -258,16 +252,10 @@ class CachedPrefixes:
                 prefixes[key] = prefix
         missing = [key for key in documents if key not in prefixes]
         if missing:
-            # What has just been run is used as it is, unless it is rounded or needed twice.
-            as_run = len(missing) == len(rows) and self.tiers.disk is None
-            texts = [documents[key] for key in missing]
-            run = backbone.prefill(texts, query_slots, extra_rows if as_run else ())
-            if self.tiers.is_on or not as_run:
-                for key, prefix in zip(missing, run.rows(len(missing)), strict=True):
-                    prefixes[key] = self.tiers.put(key, prefix)
-            if as_run:
-                return run
-        return Prefixes.join([*(prefixes[key] for key in keys), *extra_rows], query_slots)
+            run = backbone.prefill([documents[key] for key in missing])
+            for key, prefix in zip(missing, run, strict=True):
+                prefixes[key] = self.tiers.put(key, prefix)
+        return [prefixes[key] for key in keys]
 
     def write(
         self,
@@ -320,7 +308,7 @@ class CachedPrefixes:
         """Run a batch and write its prefixes."""
         with backbone.inference():
             run = backbone.prefill(batch)
-        for ids, prefix in zip(batch, run.rows(), strict=True):
+        for ids, prefix in zip(batch, run, strict=True):
             packed = PackedPrefix.of(prefix)
             if packed is not None:
                 disk.put(self.key(ids), packed)

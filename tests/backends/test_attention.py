@@ -12,6 +12,7 @@ from rsrank_rag.backends.options import LoadOptions
 from rsrank_rag.backends.torch.attention import NAME, attend, use_grouped_attention
 from rsrank_rag.backends.torch.check import open_backbone
 from rsrank_rag.backends.torch.loading import load_model
+from rsrank_rag.method.prefix import Prefixes
 
 ROOT = Path(__file__).parents[2]
 
@@ -66,7 +67,7 @@ def test_a_model_reads_the_same_values_with_and_without_repeated_keys(kind, tiny
     def read(model):
         backbone, actual = open_backbone(model), {}
         with torch.inference_mode():
-            prefixes = backbone.prefill([tuple(range(5, 45)), (7, 8)], 6)
+            prefixes = Prefixes.join(backbone.prefill([tuple(range(5, 45)), (7, 8)]), 6)
             backbone.query_values([(9, 10, 11), (12, 13, 14)], prefixes, actual.__setitem__, [0, 1])
         return torch.stack([actual[layer] for layer in sorted(actual)])
 

@@ -30,6 +30,7 @@ from rsrank_rag.backends.options import LoadOptions
 from rsrank_rag.backends.torch.check import open_backbone
 from rsrank_rag.backends.torch.projection import Projection
 from rsrank_rag.errors import BackboneError
+from rsrank_rag.method.prefix import Prefixes
 from rsrank_rag.reranker import Pair
 
 DECODERS = [
@@ -96,7 +97,7 @@ def eager(tiny_folder):
 def values_of(backbone, documents, query):
     """All layers' values (layers, N, H, T, D) of the two-phase run."""
     read = {}
-    prefixes = backbone.prefill([tuple(ids) for ids in documents], len(query))
+    prefixes = Prefixes.join(backbone.prefill([tuple(ids) for ids in documents]), len(query))
     backbone.query_values([tuple(query)], prefixes, read.__setitem__)
     assert list(read) == list(range(backbone.last_layer + 1))
     return torch.stack(list(read.values()))
@@ -245,7 +246,8 @@ def test_sliding_windows_are_smaller_than_the_documents_of_these_tests(ranker):
 @torch.no_grad()
 def test_one_prefill_serves_many_queries_and_is_not_changed_by_them(ranker):
     backbone, prompts = ranker.backbone, ranker.prompts
-    prefixes = backbone.prefill([document.ids for document in prompts.documents(DOCUMENTS, 20)], 32)
+    documents = [document.ids for document in prompts.documents(DOCUMENTS, 20)]
+    prefixes = Prefixes.join(backbone.prefill(documents), 32)
     before = [
         tensor[:, :, prefixes.query_slots :].clone()
         for tensor in (*prefixes.keys, *prefixes.values)
@@ -301,7 +303,7 @@ def test_layers_after_the_last_one_read_never_run(last_layer, tiny_folder):
     ran = []
     for name, module in model.named_modules():
         module.register_forward_pre_hook(lambda _module, _inputs, name=name: ran.append(name))
-    prefixes = backbone.prefill([(1, 20, 30, 40)], 2)
+    prefixes = Prefixes.join(backbone.prefill([(1, 20, 30, 40)]), 2)
     assert f"layers.{last_layer - 1}.self_attn.v_proj" in ran
     assert not [name for name in ran if name.startswith(f"layers.{last_layer}.")]
     ran.clear()

@@ -137,11 +137,9 @@ def test_few_tokens_of_documents_run_together_however_large_the_batch(rounded, m
     prefixes = rounded.backbone.prefill(documents)
     assert sum(rows for rows, _ in sizes) == len(documents)
     assert all(rows * tokens <= 200 or rows == 1 for rows, tokens in sizes)
-    assert prefixes.lengths == whole.lengths == tuple(map(len, documents))
-    for number in range(len(documents)):
-        np.testing.assert_allclose(
-            prefixes.rows()[number].states, whole.rows()[number].states, rtol=0, atol=1e-4
-        )
+    assert list(map(len, prefixes)) == list(map(len, documents))
+    for prefix, expected in zip(prefixes, whole, strict=True):
+        np.testing.assert_allclose(prefix.states, expected.states, rtol=0, atol=1e-4)
 
 
 def test_prefixes_on_disk_are_read_again_and_are_not_those_of_torch(tmp_path):

@@ -22,7 +22,7 @@ from rsrank_rag.backends.options import CacheSettings, ModelSource, as_bytes
 from rsrank_rag.cli import app
 from rsrank_rag.errors import InputError, ScoringError
 from rsrank_rag.method.batches import Row
-from rsrank_rag.method.prefix import Prefix, Prefixes
+from rsrank_rag.method.prefix import Prefix
 from rsrank_rag.method.template import TokenisedQuery
 from rsrank_rag.partial_files import A_DAY
 from rsrank_rag.prefixes.cache import CachedPrefixes, PackedPrefix, PrefixTiers, memory_share
@@ -44,15 +44,14 @@ class Model:
     def __init__(self):
         self.ran = []
 
-    def prefill(self, documents, query_slots=0, extra_rows=()):
+    def prefill(self, documents):
         self.ran += documents
-        prefixes = [Prefix(torch.stack(made_up(ids)), torch.empty(0)) for ids in documents]
-        return Prefixes.join([*prefixes, *extra_rows], query_slots)
+        return [Prefix(torch.stack(made_up(ids)), torch.empty(0)) for ids in documents]
 
 
 def prefill(cache, documents, model):
     query = TokenisedQuery((1,), 0, 1)
-    return cache.prefill(model, [Row(ids, query, cache.key(ids)) for ids in documents], 0, ())
+    return cache.prefill(model, [Row(ids, query, cache.key(ids)) for ids in documents])
 
 
 @pytest.mark.parametrize("device", [0, 10_000_000])
@@ -61,9 +60,9 @@ def test_rows_without_a_key_get_their_own_documents(device):
     query = TokenisedQuery((1,), 0, 1)
     for documents in ([(1, 2), (3, 4)], [(3, 4), (5, 6)]):
         rows = [Row(ids, query) for ids in documents]
-        actual = cache.prefill(Model(), rows, 0, ())
-        for number, ids in enumerate(documents):
-            assert torch.equal(actual.rows()[number].states, torch.stack(made_up(ids)))
+        actual = cache.prefill(Model(), rows)
+        for prefix, ids in zip(actual, documents, strict=True):
+            assert torch.equal(prefix.states, torch.stack(made_up(ids)))
 
 
 def rounded(states, dtype):
@@ -86,17 +85,9 @@ def identity_of(cache):
     return cache._hash.hexdigest()
 
 
-def check(found, documents, error=0.0):
-    for row, ids in enumerate(documents):
-        for layers, expected in zip((found.keys, found.values), made_up(ids), strict=True):
-            rows = torch.stack(
-                [
-                    layer[row, :, found.query_slots : found.query_slots + len(ids)]
-                    for layer in layers
-                ]
-            )
-            assert (rows - expected).abs().max() <= error
-    assert found.lengths == tuple(len(ids) for ids in documents)
+def check(prefixes, documents, error=0.0):
+    for prefix, ids in zip(prefixes, documents, strict=True):
+        assert (prefix.states - torch.stack(made_up(ids))).abs().max() <= error
 
 
 DOCS = [(1, 2, 3), (4, 5), (6, 7, 8, 9, 10)]
@@ -183,14 +174,12 @@ def test_a_document_larger_than_a_tier_is_run_each_time():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_first_call_gives_what_every_later_one_gives_wherever_it_is_found(tmp_path, dtype):
     def prefixes(kept, model):
-        actual = prefill(kept, [DOCS[2]], model)
-        return torch.stack([*actual.keys, *actual.values])
+        return prefill(kept, [DOCS[2]], model)[0].states
 
     class Rounded(Model):
-        def prefill(self, *arguments):
-            run = super().prefill(*arguments)
-            keys = tuple(layer.to(dtype) for layer in run.keys)
-            return replace(run, keys=keys, values=tuple(layer.to(dtype) for layer in run.values))
+        def prefill(self, documents):
+            run = super().prefill(documents)
+            return [replace(prefix, states=prefix.states.to(dtype)) for prefix in run]
 
     model = Rounded()
     both = store(1 << 20, tmp_path, dtype=dtype)
@@ -715,9 +704,9 @@ def test_indexing_names_a_document_by_its_place_in_the_list(ranker, tmp_path, mo
 @pytest.mark.parametrize("number", [float("inf"), float("nan"), 1e30])
 def test_what_8_bits_cannot_hold_is_not_kept_in_them(number, tmp_path):
     class Broken(Model):
-        def prefill(self, documents, query_slots=0, extra_rows=()):
+        def prefill(self, documents):
             prefix = Prefix(torch.full((2, LAYERS, HEADS, 3, WIDTH), number), torch.empty(0))
-            return Prefixes.join([prefix] * len(documents), query_slots)
+            return [prefix] * len(documents)
 
     kept = store(folder=tmp_path)
     prefill(kept, [(1, 2, 3)], Broken())

@@ -228,29 +228,26 @@ class OnnxBackbone(LanguageModel):
             if (self.folder / name).is_file():
                 shutil.copyfile(self.folder / name, folder / name)
 
-    def prefill(
-        self, documents: Sequence[Ids], query_slots: int = 0, extra_rows: Sequence[Prefix] = ()
-    ) -> Prefixes:
+    def prefill(self, documents: Sequence[Ids]) -> list[Prefix]:
         """See `LanguageModel.prefill`. At most `RUN_TOKENS` run together."""
         count = max(1, RUN_TOKENS // max(map(len, documents)))
         prefixes: list[Prefix] = []
         for start in range(0, len(documents), count):
-            run = self._run_alone(self._documents, documents[start : start + count])
-            prefixes += run.rows()
-        return Prefixes.join([*prefixes, *extra_rows], 0)
+            prefixes += self._run_alone(self._documents, documents[start : start + count])
+        return prefixes
 
-    def _run_alone(self, graph: str, texts: Sequence[Ids]) -> Prefixes:
+    def _run_alone(self, graph: str, texts: Sequence[Ids]) -> list[Prefix]:
         feeds = self._embeddings.feeds(texts, self.attention_window)
         entering, *states = self.session(graph).run(feeds)
         lengths = feeds["lengths"].tolist()
         vectors = list(np.empty((len(texts), 0), np.float32))
         if self.fusion_layer:
             vectors = pooled(entering, lengths, self.similarity_window)
-        return Prefixes(tuple(states[::2]), tuple(states[1::2]), tuple(lengths), 0, vectors)
+        return Prefix.of_run(states[::2], states[1::2], lengths, vectors)
 
     def _null_prefix(self, ids: Ids) -> Prefix:
         # In float32: its rounding would move all scores alike.
-        return self._run_alone(TEXTS, [ids]).rows()[0]
+        return self._run_alone(TEXTS, [ids])[0]
 
     def query_values(
         self,

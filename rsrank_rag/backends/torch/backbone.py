@@ -134,21 +134,15 @@ class Backbone(LanguageModel):
             limit = min(limit, int(rope.get("original_max_position_embeddings") or limit))
         return limit if self.causal else limit - self._position_offset
 
-    def prefill(
-        self, documents: Sequence[Ids], query_slots: int = 0, extra_rows: Sequence[Prefix] = ()
-    ) -> Prefixes:
+    def prefill(self, documents: Sequence[Ids]) -> list[Prefix]:
         """See `LanguageModel.prefill`."""
-        recorder, inputs = self._alone(documents, Recorder, query_slots, extra_rows)
+        recorder, inputs = self._alone(documents, Recorder)
         with self.ended_by(recorder):
             self.model(**inputs)
         return recorder.prefixes()
 
     def _alone(
-        self,
-        texts: Sequence[Ids],
-        kind: type[Recorder],
-        query_slots: int = 0,
-        extra_rows: Sequence[Prefix] = (),
+        self, texts: Sequence[Ids], kind: type[Recorder]
     ) -> tuple[Recorder, dict[str, object]]:
         """The cache of a run in which each text sees itself only, and the model's arguments."""
         lengths = [len(text) for text in texts]
@@ -169,8 +163,6 @@ class Backbone(LanguageModel):
         recorder = kind(
             self.last_layer - 1,
             lengths,
-            query_slots,
-            extra_rows,
             fusion=self.fusion_layer,
             pads_keys=pads_keys,
             window=self.similarity_window,

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...errors import BackboneError
 from ...method.batches import Ids, is_out_of_memory
+from ...method.prefix import Prefixes
 from ..base import TOKENS, sample_of, trial_ids
 from .attention import NAME
 from .backbone import ADVICE, Backbone
@@ -114,7 +115,8 @@ def _with_fusion(core: Backbone, layer: int) -> Backbone:
     ids = _trial_ids(core)
     fused = replace(core, model=split_at(core.model, layer), fusion_layer=layer)
     read: dict[int, Tensor] = {}
-    fused.query_values([ids], fused.prefill([ids[:DOCUMENT_TOKENS]], TOKENS), read.__setitem__)
+    prefixes = Prefixes.join(fused.prefill([ids[:DOCUMENT_TOKENS]]), TOKENS)
+    fused.query_values([ids], prefixes, read.__setitem__)
     # In the fusion layer, the values of queries do not depend on the document yet.
     expected = _run(core, ids)[layer]
     if min(read) != layer or not _distance(read[layer], expected) <= _rounding(core):
@@ -152,7 +154,7 @@ def _check_two_phases(core: Backbone, ids: Ids, expected: list[Tensor]) -> None:
     longer = ids[::-1] + ids
     query = ids[DOCUMENT_TOKENS:]
     read: dict[int, Tensor] = {}
-    prefixes = core.prefill([ids[:DOCUMENT_TOKENS], longer], len(query))
+    prefixes = Prefixes.join(core.prefill([ids[:DOCUMENT_TOKENS], longer]), len(query))
     core.query_values([query], prefixes, read.__setitem__)
     for layer, values in enumerate(expected):
         if _distance(read[layer][:1], values[:, :, DOCUMENT_TOKENS:]) > _rounding(core):

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import Cache
 
 from ...method.formula import pooled
@@ -70,8 +71,6 @@ class Recorder(Probe):
     Args:
         stop: The last layer.
         lengths: The length of each text; further positions are padding.
-        query_slots: Positions to leave free in front of each document.
-        extra_rows: Prefixes to add below the documents' rows, none of them longer: null prefixes.
         fusion: The fusion layer; nothing is recorded below it. Documents leave this layer, and
             those above it, as they entered it. 0 for none.
         pads_keys: Whether attention gets keys padded to a multiple of 32.
@@ -82,8 +81,6 @@ class Recorder(Probe):
         self,
         stop: int,
         lengths: Sequence[int],
-        query_slots: int = 0,
-        extra_rows: Sequence[Prefix] = (),
         *,
         fusion: int = 0,
         pads_keys: bool = False,
@@ -91,12 +88,9 @@ class Recorder(Probe):
     ) -> None:
         super().__init__(stop)
         self.lengths = tuple(lengths)
-        self.longest = max(lengths)
-        self.padded_longest = padded_length(self.longest)
-        self.query_slots = padded_length(query_slots)
-        self.extra_rows = extra_rows
+        longest = max(lengths)
+        self.padding = padded_length(longest) - longest if pads_keys else 0
         self.fusion = fusion
-        self.pads_keys = pads_keys
         self.window = window
         self.pooled = list(torch.empty(len(lengths), 0))
         self.keys: list[Tensor] = []
@@ -116,48 +110,21 @@ class Recorder(Probe):
         **kwargs: object,
     ) -> tuple[Tensor, Tensor]:
         """Record a layer's keys and values, (N, H, S, D)."""
-        if layer_idx < self.fusion:
-            if not self.pads_keys:
-                return key_states, value_states
-            return self._padded(key_states), self._padded(value_states)
-        keys = self._with_extra_rows(key_states, 0, layer_idx)
-        values = self._with_extra_rows(value_states, 1, layer_idx)
-        self.keys.append(keys)
-        self.values.append(values)
-        if layer_idx == self.stop:
-            raise StopForward
-        if self.fusion:
-            raise SkipLayer
-        if not self.pads_keys:
-            return key_states, value_states
-        rows = len(key_states)
-        return keys[:rows, :, self.query_slots :], values[:rows, :, self.query_slots :]
+        # Copies, also without padding: a slice would keep the output of a fused projection.
+        key_states = pad(key_states, (0, 0, 0, self.padding))
+        value_states = pad(value_states, (0, 0, 0, self.padding))
+        if layer_idx >= self.fusion:
+            self.keys.append(key_states)
+            self.values.append(value_states)
+            if layer_idx == self.stop:
+                raise StopForward
+            if self.fusion:
+                raise SkipLayer
+        return key_states, value_states
 
-    def _with_extra_rows(self, states: Tensor, part: int, layer: int) -> Tensor:
-        extra = [prefix.states[part, layer - self.fusion] for prefix in self.extra_rows]
-        return self._padded(states, self.query_slots, extra)
-
-    def _padded(
-        self, states: Tensor, query_slots: int = 0, extra_rows: Sequence[Tensor] = ()
-    ) -> Tensor:
-        """Keys or values (N, H, S, D) with query slots, extra rows and zeros as padding.
-
-        The result has the shape (N + extra rows, H, query slots + padded length, D).
-        """
-        rows, heads, _, dim = states.shape
-        width = query_slots + self.padded_longest
-        # Zeros, because fresh memory may hold NaN, and a masked NaN is still NaN.
-        padded = states.new_zeros(rows + len(extra_rows), heads, width, dim)
-        padded[:rows, :, query_slots : query_slots + self.longest] = states[:, :, : self.longest]
-        for row, extra in enumerate(extra_rows, start=rows):
-            padded[row, :, query_slots : query_slots + extra.shape[1]] = extra
-        return padded
-
-    def prefixes(self) -> Prefixes:
-        """The recorded prefixes, and the extra rows below them."""
-        lengths = (*self.lengths, *(len(prefix) for prefix in self.extra_rows))
-        vectors = [*self.pooled, *(prefix.pooled for prefix in self.extra_rows)]
-        return Prefixes(tuple(self.keys), tuple(self.values), lengths, self.query_slots, vectors)
+    def prefixes(self) -> list[Prefix]:
+        """The recorded prefixes."""
+        return Prefix.of_run(self.keys, self.values, self.lengths, self.pooled)
 
 
 class Entrance(Recorder):
