@@ -13,7 +13,7 @@ from .ranking.pairs import Pair, parts_of, score_in_parts, spans_of
 from .ranking.results import RankedDocument, RankResult, Scored, blanks_last, choose
 from .ranking.rule import BLANK_SCORE, Fallback, Limits, Native, Rule
 from .reading.documents import DocumentLike, InputDocument, as_documents
-from .reading.parts import WHOLE, LongDocuments, Reading, ReadingOptions
+from .reading.parts import SECTION, WHOLE, LongDocuments, Reading, ReadingOptions
 from .texts import CHARACTERS_PER_TOKEN
 
 # Users import the types of results from here.
@@ -255,7 +255,7 @@ class Reranker(ABC):
         native.with_limits(options)
         read = self.fit_query(query)
         pairs = self._pairs(read, call.texts, call.reading)
-        if all(pair.reading == WHOLE for pair in pairs):
+        if all(pair.reading == WHOLE and len(pair.document) <= SECTION for pair in pairs):
             scored = self.score_pairs(pairs)
         else:
             scored = score_in_parts(pairs, self.token_ends, self.score_pairs)
@@ -291,11 +291,14 @@ class Reranker(ABC):
         return list(parts)
 
     def _pairs(self, query: str, documents: Sequence[str], reading: Reading) -> list[Pair]:
-        """Pairs of a query and documents; documents that fit the model are not read in windows."""
+        """Pairs of a query and documents; documents that fit the model are not read in windows.
+
+        Documents of more than a section are, whatever their tokens are: the service reads so.
+        """
         pairs = [Pair(query, text, reading=reading) for text in documents]
         if reading.in_windows:
             for place, is_long in enumerate(self.too_long(documents)):
-                if not is_long:
+                if not is_long and len(documents[place]) <= SECTION:
                     pairs[place] = Pair(query, documents[place])
         return pairs
 

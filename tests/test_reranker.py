@@ -193,7 +193,7 @@ def test_the_printed_result_shows_scores_signs_and_cuts():
         ({}, "threshold 1"),
         ({"threshold": 0.0, "top_n": 1}, "threshold 0, 1 above it dropped"),
         ({"threshold": 0.0, "max_gap": 1.0}, "threshold 0, 1 above it dropped"),
-        ({"threshold": None, "top_n": 1}, "ranked only"),
+        ({"threshold": None, "top_n": 1}, "top 1"),
         ({"threshold": -math.inf}, "threshold -inf"),
         ({"threshold": 3.0, "fallback": Fallback(2, 3)}, "threshold 3, the fallback kept 2"),
     ],
@@ -256,8 +256,9 @@ def test_a_result_says_whether_nothing_was_relevant_and_how_near_the_best_came()
     assert rank([0.0]).none_relevant
     assert not rank([-1.0], threshold=None).none_relevant
     assert (rank([]).none_relevant, rank([]).best_score) == (True, None)
-    blank = Fake([3.0]).rank("q", [" "])
-    assert (blank.none_relevant, blank.best_score) == (True, None)
+    for scores in ("raw", "normalised"):
+        blank = Fake([3.0]).rank("q", [" "], scores=scores)
+        assert (blank.none_relevant, blank.best_score) == (True, None)
 
 
 def test_a_result_as_plain_values_holds_every_document_once():

@@ -287,11 +287,16 @@ class RerankerAdapter(ModelAdapter):
     def _options(self, limits: Limits) -> Any:
         """All options of `Reranker.rank`: those of this adapter, with the limits of one call.
 
+        A call without a threshold only ranks: the adapter's gap and fallback do not apply.
+
         Raises:
             TypeError: A keyword is not the name of a limit.
             InputError: A limit is out of range, or two contradict each other.
         """
-        settings = {**dict(self), **limits}
+        settings = dict(self)
+        if limits.get("threshold", "native") is None:
+            settings |= {"max_gap": "native", "fallback": "native"}
+        settings |= limits
         names = RankOptions.__annotations__.keys() & settings.keys()
         options: Any = {name: settings[name] for name in names}
         if limits:

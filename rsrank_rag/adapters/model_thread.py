@@ -34,27 +34,32 @@ def submit(source: ModelSource | Reranker, task: Callable[[Reranker], Result]) -
 
 
 def close(source: ModelSource | Reranker) -> None:
-    """Free a model after the tasks in its queue, for all adapters that share it.
+    """Free a model and its thread after the tasks in its queue, for all adapters that share it.
 
     The next task loads the model again. A `Reranker` object belongs to its maker and stays.
     """
     if not isinstance(source, Reranker):
         _thread(source).submit(_unload, source).result()
+        # A thread ends when nobody holds its executor and its queue is empty.
+        _threads.pop(_key(source), None)
+
+
+def _key(source: ModelSource | Reranker) -> tuple[int, ModelSource | int]:
+    return os.getpid(), id(source) if isinstance(source, Reranker) else source
 
 
 def _thread(source: ModelSource | Reranker) -> ThreadPoolExecutor:
-    owner: ModelSource | int = id(source)
-    if not isinstance(source, Reranker):
-        owner = source
-    key = (os.getpid(), owner)
-    if key not in _threads:
+    key = _key(source)
+    executor = _threads.get(key)
+    if executor is None:
         # Of two callers at the same time, the second gets the thread of the first. This needs no
         # lock, which a forked child could inherit while it is held.
-        _threads.setdefault(key, ThreadPoolExecutor(max_workers=1, thread_name_prefix="rsrank"))
+        made = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rsrank")
+        executor = _threads.setdefault(key, made)
         if isinstance(source, Reranker):
             # The thread ends with its reranker.
             weakref.finalize(source, _threads.pop, key, None)
-    return _threads[key]
+    return executor
 
 
 def _run(source: ModelSource | Reranker, task: Callable[[Reranker], Result]) -> Result:

@@ -158,7 +158,7 @@ def _measure(
         scored[title] = score_dataset(system, progress(queries, f"{name}, {title}"))
     rule = system.native_rule.with_limits(limits)
     origin = "its own"
-    if rule != system.native_rule:
+    if rule != system.native_rule or limits["threshold"] is None:
         origin = "given"
     elif rule.threshold is None:
         rule = shared_rule(list(scored.values()))

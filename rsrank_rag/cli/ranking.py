@@ -16,7 +16,7 @@ from ..adapters.kinds import load as load_reranker
 from ..adapters.kinds import parse
 from ..errors import InputError
 from ..ranking.explanation import Explanation
-from ..ranking.rule import passes
+from ..ranking.rule import Rule
 from ..reading.parts import Extract
 from ..texts import encodable
 from .arguments import (
@@ -165,17 +165,20 @@ def explain(query: str, document: str, model: str, options: ModelOptions, as_jso
         del fields["head_parts"]
         print_json(fields)
     else:
-        echo(explanation_text(explanation, ranker.config.threshold))
+        echo(explanation_text(explanation, ranker.native_rule))
 
 
-def explanation_text(explanation: Explanation, threshold: float) -> str:
-    """An explanation after its query and document, and whether the document is kept."""
+def explanation_text(explanation: Explanation, rule: Rule) -> str:
+    """An explanation after its query and document, and whether a rule keeps the document alone."""
     document = " ".join(explanation.document.split())[:200]
+    scores = [explanation.score]
     verdict = "dropped"
-    if passes(explanation.score, threshold):
+    if rule.select(scores):
         verdict = "kept"
-    if threshold:
-        verdict = f"{verdict}: the threshold is {threshold:g}"
+        if rule.bar(scores).weak:
+            verdict = "kept (weak) if no document of its list scores above the threshold"
+    if rule.threshold:
+        verdict += f": the threshold is {rule.threshold:g}"
     if explanation.truncated:
         verdict += " (by its beginning alone; rank reads long documents in windows)"
     return printable(f"{explanation.query}\n{document}\n{explanation}\n{verdict}")

@@ -63,10 +63,11 @@ def train(
         from ..training.recipe import Recipe
         from ..training.run import TrainingRun
 
+    recipe = Recipe.load(config, settings, data, base)
     if dry_run:
         # Nothing is downloaded only to say what a training will take.
-        settings = [*settings, "model.local_files_only=true"]
-    recipe = Recipe.load(config, settings, data, base)
+        local = recipe.model.model_copy(update={"local_files_only": True})
+        recipe = recipe.model_copy(update={"model": local})
     run = TrainingRun(recipe, output, progress=on_terminal(), force=force)
     if dry_run:
         try:

@@ -322,8 +322,8 @@ def _check_room(disk: Disk, backbone: "LanguageModel", documents: Collection[Ids
     size = sum(PackedPrefix.size(len(ids), backbone) for ids in documents)
     if size > disk.limit:
         raise InputError(
-            f"The prefixes take {size / 1e9:.2f} GB and the folder may hold "
-            f"{disk.limit / 1e9:.2f} GB: the first would leave before the last is written. "
+            f"The prefixes take {size:,} bytes and the folder may hold {disk.limit:,}: the first "
+            "would leave before the last is written. "
             "Raise cache_size, or index fewer documents."
         )
 

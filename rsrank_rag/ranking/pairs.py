@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from ..cancellation import check_cancelled
-from ..errors import ScoringError
+from ..errors import InputError, ScoringError
 from ..reading.parts import (
     EXTRACTS,
     WHOLE,
@@ -82,12 +82,19 @@ def parts_of(pair: Pair, spans: Sequence[Span]) -> list[Pair]:
 
 def spans_of(pair: Pair, token_ends: TokenEnds) -> list[Span]:
     """Spans of the parts of a document; raises as `cut`."""
-    max_tokens = token_ends("")[1] if pair.reading.in_windows else None
     spans: list[Span] = []
-    for section in sections_of(pair, max_tokens):
+    for section in sections_of(pair, most_tokens(token_ends)):
         check_cancelled()
         spans += cut(pair, section, token_ends)
     return spans
+
+
+def most_tokens(token_ends: TokenEnds) -> int | None:
+    """The most tokens of a document that a reranker reads; None if it does not count tokens."""
+    try:
+        return token_ends("")[1]
+    except InputError:
+        return None
 
 
 def sections_of(pair: Pair, max_tokens: int | None) -> list[Span]:
@@ -143,7 +150,8 @@ def cut(pair: Pair, section: Span, token_ends: TokenEnds) -> list[Span]:
 def combined(pair: Pair, spans: Sequence[Span], parts: Sequence[Scored]) -> Scored:
     """The score of a document from those of its parts."""
     if not parts:
-        return Scored(BLANK_SCORE)
+        # Nothing but white space was read.
+        return Scored(BLANK_SCORE, truncated=bool(pair.document.strip()))
     end_was_cut = spans[-1][1] < len(pair.document.rstrip())
     if pair.reading.is_whole:
         return replace(parts[0], truncated=end_was_cut or parts[0].truncated)

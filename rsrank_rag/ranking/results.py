@@ -79,6 +79,7 @@ class RankResult:
         kept: Documents to pass on.
         dropped: The others.
         query_truncated: Whether only the first and the last part of the query were read.
+        blank_score: The score of documents without text.
     """
 
     query: str
@@ -86,6 +87,7 @@ class RankResult:
     kept: tuple[RankedDocument, ...]
     dropped: tuple[RankedDocument, ...]
     query_truncated: bool = field(default=False, kw_only=True)
+    blank_score: float = field(default=BLANK_SCORE, kw_only=True)
 
     @property
     def threshold(self) -> float | None:
@@ -106,7 +108,7 @@ class RankResult:
     def best_score(self) -> float | None:
         """The highest score of a document with text; None if there is no such document."""
         documents = self.kept or self.dropped
-        if not documents or documents[0].score == BLANK_SCORE:
+        if not documents or documents[0].score == self.blank_score:
             return None
         return documents[0].score
 
@@ -130,6 +132,7 @@ class RankResult:
         return replace(
             self,
             rule=replace(self.rule, threshold=threshold),
+            blank_score=normalise(self.blank_score, native),
             kept=tuple(_normalised(document, native) for document in self.kept),
             dropped=tuple(_normalised(document, native) for document in self.dropped),
         )
@@ -153,6 +156,8 @@ class RankResult:
         rule = "ranked only"
         if self.threshold is not None:
             rule = f"threshold {self.threshold:g}"
+        elif self.dropped:
+            rule = str(self.rule)
         if self.kept and self.kept[0].weak:
             rule += f", the fallback kept {len(self.kept)}"
         elif self.threshold is not None:

@@ -77,7 +77,8 @@ def as_documents(
     """The documents of any iterable, with the values of metadata fields before their texts.
 
     Raises:
-        InputError: It is one string, a table or mapping, or no iterable, or an entry has no text.
+        InputError: It is one string, a table or mapping, or no iterable, or an entry has no text,
+            or metadata that are no dictionary.
     """
     is_other = isinstance(documents, (str, bytes, Mapping, Table))
     if is_other or not isinstance(documents, Iterable):
@@ -96,18 +97,31 @@ def as_documents(
 
 
 def _as_document(place: int, entry: Any) -> InputDocument:
-    text, id_, metadata = entry, None, {}
+    text, id_ = entry, None
+    metadata: Mapping[str, Any] = {}
     if isinstance(entry, Mapping):
         rest = dict(entry)
         text, id_ = rest.pop("text", None), rest.pop("id", None)
-        metadata = {**(rest.pop("metadata", None) or {}), **rest}
+        metadata = {**_metadata_of(place, rest.pop("metadata", None)), **rest}
     elif isinstance(entry, (HasText, HasPageContent)):
         text = entry.text if isinstance(entry, HasText) else entry.page_content
-        id_, metadata = getattr(entry, "id", None), getattr(entry, "metadata", None) or {}
+        id_ = getattr(entry, "id", None)
+        metadata = _metadata_of(place, getattr(entry, "metadata", None))
     name = f"Document {place}" if text is entry else f"The text of document {place}"
     if not isinstance(text, str):
         raise InputError(f"{name} must be a string, got {type(text).__name__}.")
     return InputDocument(text, id_, metadata)
+
+
+def _metadata_of(place: int, metadata: Any) -> Mapping[str, Any]:
+    # An empty cell of a table is NaN, which is not equal to itself.
+    if metadata is None or (isinstance(metadata, float) and metadata != metadata):
+        return {}
+    if not isinstance(metadata, Mapping):
+        raise InputError(
+            f"The metadata of document {place} must be a dictionary, got {metadata!r:.60}."
+        )
+    return metadata
 
 
 def lines_before(text: str, metadata: Mapping[str, Any], fields: Sequence[str]) -> str:

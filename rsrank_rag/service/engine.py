@@ -1,13 +1,12 @@
 """The work of the model's process: cuts documents into parts, and scores the parts."""
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 from ..errors import InputError, RSRankError, ScoringError, finite
-from ..ranking.pairs import cut, parts_of
+from ..ranking.pairs import cut, most_tokens, parts_of
 from ..ranking.results import Scored
 from ..reranker import Pair, Reranker
 from .messages import Description, Outcome, Parts, Task
@@ -29,9 +28,7 @@ class Engine:
     def describe(self) -> Description:
         """The model that is served."""
         reranker = self.reranker
-        max_tokens = None
-        with suppress(InputError):
-            max_tokens = reranker.token_ends("")[1]
+        max_tokens = most_tokens(reranker.token_ends)
         return Description(reranker.native_rule, max_tokens, reranker.long_documents)
 
     def run(self, tasks: Sequence[Task]) -> list[Any]:

@@ -357,6 +357,17 @@ def test_close_frees_the_model_and_the_next_call_loads_it_again(artifact, loads)
     assert len(loads) == 2
 
 
+def test_close_ends_the_models_thread(artifact):
+    before = set(threading.enumerate())
+    made = RSRankCompressor(model=artifact, device="cpu", dtype="float32")
+    made.warm_up()
+    (thread,) = set(threading.enumerate()) - before
+    made.close()
+    gc.collect()
+    thread.join(60)
+    assert not thread.is_alive()
+
+
 def test_a_call_that_comes_while_the_model_is_being_closed_waits_for_it(loads, monkeypatch):
     reranker = Overlap()
     reranker.gate.clear()
@@ -517,6 +528,10 @@ def test_limits_of_a_call_replace_those_of_the_adapter_one_by_one():
     assert limits_of(made) == (1.0, 3, "native")
     assert limits_of(made, threshold=None) == (None, 3, "native")
     assert limits_of(made, threshold=0.0, top_n=None, max_gap=None) == (0.0, None, None)
+    # A call without a threshold only ranks.
+    gap = RerankerAdapter(model=Overlap(), max_gap=2.0, fallback=Fallback(0, float("inf")))
+    assert limits_of(gap, threshold=None) == (None, None, "native")
+    assert limits_of(gap, threshold=None, max_gap=1.0) == (None, None, 1.0)
     assert made._options({}) == {
         "threshold": 1.0,
         "max_gap": "native",

@@ -25,7 +25,7 @@ from rsrank_rag.errors import InputError
 from rsrank_rag.evaluation.best_rule import Goal
 from rsrank_rag.evaluation.datasets import LabelledDocument
 from rsrank_rag.ranking.explanation import Explanation
-from rsrank_rag.ranking.rule import plain
+from rsrank_rag.ranking.rule import Fallback, Rule, plain
 
 runner = CliRunner()
 
@@ -169,15 +169,17 @@ def test_index_names_its_folder_by_its_full_path(artifact, passages, tmp_path, m
     assert message.endswith(f" run for {tmp_path / 'prefixes'}\n")
 
 
-def test_explain_says_kept_or_dropped_by_the_threshold_of_the_model():
+def test_explain_says_kept_or_dropped_by_the_rule_of_the_model():
     explanation = Explanation("q", "d", 0.4, False, ("q",), (1,), ((0.4,),), (((0.4,),),))
-    assert explanation_text(explanation, 0.0).endswith("\nkept")
+    assert explanation_text(explanation, Rule(0.0)).endswith("\nkept")
     cut = replace(explanation, truncated=True)
-    assert explanation_text(cut, 0.0).endswith(
+    assert explanation_text(cut, Rule(0.0)).endswith(
         "\nkept (by its beginning alone; rank reads long documents in windows)"
     )
-    above = explanation_text(explanation, 0.5)
-    assert above.endswith("\ndropped: the threshold is 0.5")
+    below = explanation_text(explanation, Rule(0.5))
+    assert below.endswith("\ndropped: the threshold is 0.5")
+    weak = explanation_text(explanation, Rule(0.5, 2.0, Fallback(1.0, 2.0)))
+    assert weak.endswith("list scores above the threshold: the threshold is 0.5")
 
 
 def test_explain_prints_parts_that_add_up_to_the_score(artifact):
@@ -281,6 +283,8 @@ def test_a_system_without_a_threshold_gets_the_best_rule_over_all_files_and_that
     )
     (record,) = json.loads(run(*arguments, "--json", "--threshold", "1.5", "--max-gap", "2").stdout)
     assert record["rule"] == {"threshold": 1.5, "max_gap": 2.0, "fallback": None, "top_n": None}
+    (record,) = json.loads(run(*arguments, "--json", "--threshold", "none").stdout)
+    assert record["rule"] == {"threshold": None, "max_gap": None, "fallback": None, "top_n": None}
 
 
 @pytest.mark.parametrize(

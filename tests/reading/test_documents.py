@@ -1,5 +1,6 @@
 """Documents as strings, dictionaries and objects: what is read, and what comes back."""
 
+import math
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -86,11 +87,18 @@ def test_a_window_is_one_of_the_text_without_its_title():
         (5, "Document 1 must be a string, got int"),
         ({"title": "T"}, "The text of document 1 must be a string, got NoneType"),
         (SimpleNamespace(text=3), "The text of document 1 must be a string, got int"),
+        ({"text": "b", "metadata": "{}"}, "metadata of document 1 must be a dictionary, got '{}'"),
+        (SimpleNamespace(text="b", metadata=object()), "metadata of document 1 must be a dict"),
     ],
 )
-def test_an_entry_without_text_is_named(entry, message):
+def test_an_entry_that_is_no_document_is_named(entry, message):
     with pytest.raises(InputError, match=message):
         as_documents(["a", entry])
+
+
+def test_an_empty_cell_of_a_table_is_no_metadata():
+    rows = [{"text": "a", "metadata": math.nan}, {"text": "b", "metadata": None, "page": 3}]
+    assert [document.metadata for document in as_documents(rows)] == [{}, {"page": 3}]
 
 
 def test_an_input_document_stays_itself():

@@ -568,6 +568,8 @@ class TestService:
 
     async def test_a_remote_reranker_gives_what_a_local_one_gives(self):
         texts = [*DOCUMENTS, f"Bees\n{ODD} A bee.", "\ud83d\ude00 No. A bee \ud800."]
+        # Few tokens and many characters, of which the last token is in a second section.
+        texts += ["Intro." + " " * 25_000 + "A bee.", " " * 150_000 + "A bee."]
         with address_of(scheduler(Hits())) as address:
             remote = RemoteReranker(address)
             for options in (
@@ -580,10 +582,19 @@ class TestService:
                 },
                 {"extract": "sentences", "threshold": None},
                 {"long_documents": "windows"},
+                {"long_documents": "cut", "threshold": None},
             ):
                 expected = Hits().rank("q", texts, **options)
                 assert await asyncio.to_thread(remote.rank, "q", texts, **options) == expected
                 assert await remote.arank("q", texts, **options) == expected
+
+
+@pytest.mark.parametrize("options", [{"extract": "sentences"}, {"long_documents": "windows"}])
+def test_a_document_whose_read_part_is_blank_is_truncated(options):
+    texts = [" " * 150_000 + "A bee.", " " * 150_000]
+    result = Hits().rank("q", texts, threshold=None, **options)
+    assert [document.score for document in result.in_order] == [BLANK_SCORE, BLANK_SCORE]
+    assert [document.truncated for document in result.in_order] == [True, False]
 
 
 def test_the_command_prints_what_is_kept(tmp_path):

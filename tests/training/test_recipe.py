@@ -72,6 +72,16 @@ def test_a_dry_run_downloads_nothing(recipe_file, tiny_folder, tmp_path):
     assert "A dry run downloads nothing." in result.stderr
 
 
+def test_a_dry_run_of_a_recipe_that_is_wrong_blames_the_recipe(tmp_path):
+    recipe = tmp_path / "wrong.toml"
+    recipe.write_text('name = "wrong"\nmodel = "harbour/tiny-qwen"\n', encoding="utf-8")
+    arguments = ["train", "--config", str(recipe), "--output", str(tmp_path / "run"), "--dry-run"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2
+    assert "model" in result.stderr
+    assert "local_files_only" not in result.stderr
+
+
 @pytest.mark.parametrize("base", [None, "mini"])
 def test_a_dry_run_says_what_a_recipe_takes_and_makes_nothing(base, recipe_file, tmp_path):
     recipe = Recipe.load(str(recipe_file))

@@ -148,7 +148,7 @@ class Backbone(LanguageModel):
         lengths = [len(text) for text in texts]
         longest = max(lengths)
         # Transformers makes no causal mask for a single token, and the token would see padded keys.
-        pads_keys = self.pads_keys and longest > 1 and not torch.is_grad_enabled()
+        pads_keys = self.pads_keys and longest > 1
         mask = None
         # In a decoder, no token sees the padding on its right, and the model's own mask is faster.
         if not self.causal:
