@@ -239,13 +239,14 @@ def windows(text: str, ends: Sequence[int], limit: int) -> list[Span]:
 
 
 def joined(document: str, excerpts: Sequence[Excerpt]) -> str:
-    """Excerpts with what stands between neighbours, and a space where something is left out."""
+    """Excerpts, in their order, with the white space that stands before each in the document."""
     text = ""
     end = excerpts[0].start
     for excerpt in excerpts:
         between = document[end : excerpt.start]
         if between.strip():
-            between = " "
+            # Other parts are left out.
+            between = between[len(between.rstrip()) :] or " "
         text += between + excerpt.text
         end = excerpt.end
     return text

@@ -192,7 +192,7 @@ def test_documents_shrink_to_the_sentences_above_the_threshold():
         Excerpt(48, 66, 1.5, "Two bees, one bee."),
     )
     assert result.kept[0].score == 1.5
-    assert result.texts == ["A bee flies. Two bees, one bee.", "Only a bee"]
+    assert result.texts == ["A bee flies.\r\nTwo bees, one bee.", "Only a bee"]
     assert {document.index: document.score for document in result.dropped} == {
         1: -0.5,
         2: BLANK_SCORE,
@@ -462,7 +462,7 @@ class TestAdapters:
         else:
             actual = await asyncio.to_thread(compressor.compress_documents, given, "q")
         assert [(document.id, document.page_content) for document in actual] == [
-            ("0", "A bee flies. Two bees, one bee."),
+            ("0", "A bee flies.\r\nTwo bees, one bee."),
             ("3", "Only a bee"),
         ]
         assert actual[0].metadata["rsrank_excerpts"] == [
@@ -546,7 +546,7 @@ class TestService:
                 "score": 0.5,
                 "text": "A bee flies.",
             }
-            assert rows[0]["document"]["text"] == "A bee flies. Two bees, one bee."
+            assert rows[0]["document"]["text"] == "A bee flies.\r\nTwo bees, one bee."
             rows = (
                 await http.post("/v1/rerank", json={**body, "threshold": None, "normalize": True})
             ).json()["results"]
