@@ -27,7 +27,7 @@ def main() -> None:
     for document in (result.kept[:1], result.dropped[-1:]):
         for ranked in document:
             explanation = ranker.explain(QUERY, ranked.text)
-            click.echo(explanation_text(explanation, ranker.config.threshold) + "\n")
+            click.echo(explanation_text(explanation, ranker.native_rule) + "\n")
     click.echo('Your own text:  .venv/bin/rsrank rank --query "..." --documents FILE')
 
 
