@@ -293,7 +293,7 @@ class Reranker(ABC):
     def _pairs(self, query: str, documents: Sequence[str], reading: Reading) -> list[Pair]:
         """Pairs of a query and documents; documents that fit the model are not read in windows.
 
-        Documents of more than a section are, whatever their tokens are: the service reads so.
+        A document of more than `SECTION` characters is cut into sections first, as in the service.
         """
         pairs = [Pair(query, text, reading=reading) for text in documents]
         if reading.in_windows:
